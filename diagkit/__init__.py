@@ -1,0 +1,32 @@
+"""diagkit tells, per parameter, where the metadata says a tensor lives and where its bytes live.
+
+Importing it costs next to nothing and imports neither torch nor anything else: a public name loads its room on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it.
+_HOMES: dict[str, str] = {}
+
+# Rooms that are part of the public face as they are, such as ``diagkit.lab``.
+_ROOMS: frozenset[str] = frozenset({"errors"})
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})
