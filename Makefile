@@ -1,0 +1,45 @@
+# diagkit: `make demo` to see it, `make test` to trust it. Both set .venv up on a bare machine and reuse it afterwards.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+# A Python of 3.10 or newer; .ci/venv.py says what to do when there is none.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; exit; }; done; echo python3)
+TORCH ?= 2.13.0
+# Where torch comes from; empty means pip's own index. For a small CPU-only torch see README.
+TORCH_INDEX ?=
+PIP_ARGS ?=
+# Test processes beside each other. Two suit two cores: most tests start ranks of their own.
+WORKERS ?= 2
+# Further arguments for pytest: make test PYTEST="-k parity -x"
+PYTEST ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+SETUP = @$(PYTHON) .ci/venv.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
+
+.PHONY: help setup doctor test lint clean
+
+help:  ## show this list
+	@grep -hE '^[a-z][a-z-]*:.*  ## ' $(MAKEFILE_LIST) | sed 's/:.*  ## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+
+setup:  ## make or refresh .venv, which every target does by itself
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) here. Install Python 3.10 or newer (Debian or Ubuntu: apt-get install python3 python3-venv)." >&2; exit 2; }
+	$(SETUP) --venv $(VENV) --torch $(TORCH)
+
+doctor: setup  ## say what will work on this machine, and what to do for the rest
+	@$(PY) -m diagkit doctor
+
+test: setup lint  ## run every test (about ten minutes on two cores)
+	@PYTHON=$(PYTHON) .ci/system-packages browser
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not alone and not verl" $(PYTEST)
+	$(PY) -m pytest -m "alone and not verl" $(PYTEST)
+
+lint: setup  ## ruff and mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+clean:  ## remove what make and the tools built; environments stay
+	rm -rf build dist runs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
