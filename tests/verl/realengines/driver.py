@@ -1,0 +1,178 @@
+"""Run a list of cells in verl's environment: ``python -m realengines.driver --release 0.8.0 --cells FILE --out DIR``.
+
+One process imports verl (some seconds) and forks each cell's ranks from there, so that every operation has processes of its
+own without every process paying for the import. ``--cold`` forks first and imports in each rank, for tests that set verl's
+environment variables. Each rank writes ``OUT/CELL/rank-N.json``, rewritten at every stage: a rank that dies has left its last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from realengines.cells import Cell
+
+STANDIN = Path(__file__).resolve().parent.parent / "standin"
+
+
+def prepare(with_veomni: bool) -> None:
+    """Start the simulated accelerator, put the stand-in torch_npu in place, import the engines. The order matters."""
+    warnings.simplefilter("ignore")
+    import torch
+
+    from diagkit.lab import simulate
+
+    torch.set_num_threads(1)
+    simulate()
+    sys.path.insert(0, str(STANDIN))
+    import torch_npu  # noqa: F401
+    import verl.workers.engine.fsdp.transformer_impl
+
+    if with_veomni:
+        import verl.workers.engine.veomni.transformer_impl  # noqa: F401
+
+
+class Report:
+    """What one rank saw, on disk after every change."""
+
+    def __init__(self, cell: Cell, rank: int, path: Path) -> None:
+        self._path = path
+        self.facts: dict[str, Any] = {
+            "cell": cell.as_dict(),
+            "rank": rank,
+            "pid": os.getpid(),
+            "stage": "start",
+            "outcome": "died",
+            "residency": {},
+        }
+        self.write()
+
+    def write(self, **facts: Any) -> None:
+        """Add facts and replace the file in one move, so that no reader sees half of it."""
+        self.facts.update(facts)
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps(self.facts, indent=1))
+        fresh.replace(self._path)
+
+
+def run_rank(cell: Cell, rank: int, out: Path, model: Path) -> None:
+    """Do one cell's operation on one rank and report it; never raises, the report says how it ended."""
+    import torch
+    import torch.distributed as dist
+
+    from realengines import build, observe, operations
+
+    folder = out / cell.name
+    report = Report(cell, rank, folder / f"rank-{rank}.json")
+    engine = None
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(cell.ranks))
+        torch.npu.set_device(rank)
+        dist.init_process_group(
+            cell.groups,
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=cell.ranks,
+            timeout=timedelta(seconds=40),
+        )
+        engine = build.make_engine(cell, model)
+        report.write(stage="init")
+        engine.initialize()
+        before = observe.storages(engine.module)
+        report.facts["residency"]["init"] = observe.residency(engine.module)
+        report.write(stage=cell.operation)
+        extra = operations.OPERATIONS[cell.operation](engine, cell, rank, out, model)
+        after = observe.storages(engine.module)
+        report.facts["residency"]["end"] = observe.residency(engine.module)
+        moved = sum(before[name] != after[name] for name in before)
+        report.write(outcome="ok", storages_exchanged=f"{moved}/{len(before)}", **extra)
+    except BaseException as error:
+        traceback.print_exc()
+        if engine is not None and getattr(engine, "module", None) is not None:
+            report.facts["residency"]["failure"] = observe.residency(engine.module)
+        report.write(outcome="error", exception=observe.failure(error, "verl"))
+
+
+def fork_rank(cell: Cell, rank: int, out: Path, model: Path, cold: bool) -> int:
+    """Fork one rank, its output in a log beside its report, and return its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        log = os.open(out / cell.name / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if cold:
+            prepare(cell.engine == "veomni")
+        run_rank(cell, rank, out, model)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A failed engine must not run destructors that wait for its other ranks.
+        os._exit(status)
+
+
+def wait(pids: list[int], seconds: float) -> bool:
+    """Wait for the ranks; kill what is left after ``seconds`` and return False then."""
+    deadline = time.monotonic() + seconds
+    left = set(pids)
+    while left and time.monotonic() < deadline:
+        done, _ = os.waitpid(-1, os.WNOHANG)
+        if done:
+            left.discard(done)
+        else:
+            time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return not left
+
+
+def main() -> int:
+    """Run every cell in order; exit 0 when all were run, whatever their outcome."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cells", type=Path, required=True, help="JSON list of cells")
+    parser.add_argument("--out", type=Path, required=True, help="folder for reports, logs and the model")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one cell")
+    parser.add_argument("--cold", action="store_true", help="import verl in each rank instead of once")
+    options = parser.parse_args()
+    cells = [Cell(**fields) for fields in json.loads(options.cells.read_text())]
+    out = options.out.resolve()
+    model = out / "model"
+    if not options.cold:
+        prepare(any(cell.engine == "veomni" for cell in cells))
+    if not model.exists():
+        pid = os.fork()
+        if not pid:
+            from realengines import build
+
+            build.write_model(model)
+            os._exit(0)
+        os.waitpid(pid, 0)
+    for cell in cells:
+        folder = out / cell.name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "rendezvous").unlink(missing_ok=True)
+        start = time.monotonic()
+        finished = wait(
+            [fork_rank(cell, rank, out, model, options.cold) for rank in range(cell.ranks)], options.timeout
+        )
+        print(f"{cell.name}\t{time.monotonic() - start:.1f} s{'' if finished else chr(9) + 'TIMEOUT'}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

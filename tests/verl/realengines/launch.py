@@ -1,0 +1,77 @@
+"""Start the driver in verl's environment, from the tests' own, and read what its ranks reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from realengines.cells import Cell
+
+HERE = Path(__file__).resolve().parent.parent
+ROOT = HERE.parent.parent
+
+
+def launch(
+    python: Path,
+    release_folder: Path,
+    cells: Iterable[Cell],
+    out: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    cold: bool = False,
+    seconds: float = 900.0,
+) -> dict[Cell, list[dict[str, Any]]]:
+    """Run cells of one release and return each cell's reports, one a rank.
+
+    Raises RuntimeError with the end of the driver's log when the driver itself fails or takes longer than ``seconds``.
+    """
+    cells = list(cells)
+    out.mkdir(parents=True, exist_ok=True)
+    listing = out / f"cells-{cells[0].release}.json"
+    listing.write_text(json.dumps([cell.as_dict() for cell in cells]))
+    path = os.pathsep.join(str(part) for part in (release_folder, HERE, ROOT))
+    variables = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "VERL_PLATFORM": "huawei",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        **(environment or {}),
+    }
+    command = [str(python), "-m", "realengines.driver", "--cells", str(listing), "--out", str(out)]
+    log = out / f"driver-{cells[0].release}.log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [*command, "--cold"] if cold else command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=variables,
+            start_new_session=True,
+            cwd=out,
+        )
+        try:
+            status: int | str = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            status = f"killed after {seconds:.0f} s"
+    if status != 0:
+        raise RuntimeError(f"the driver ended with {status}:\n{log.read_text()[-3000:]}")
+    return {cell: read_reports(cell, out) for cell in cells}
+
+
+def read_reports(cell: Cell, out: Path) -> list[dict[str, Any]]:
+    """Read the reports of one cell; a rank that left none stands there as died at its start."""
+    reports = []
+    for rank in range(cell.ranks):
+        path = out / cell.name / f"rank-{rank}.json"
+        missing = {"rank": rank, "stage": "start", "outcome": "died", "residency": {}}
+        reports.append(json.loads(path.read_text()) if path.is_file() else missing)
+    return reports
