@@ -1,0 +1,245 @@
+"""The one door to PyTorch's private FSDP2 and DTensor parts.
+
+Readers first, writers (for `remedy`) apart at the end. Each name that PyTorch may rename or drop is looked up here and nowhere else, and a
+reader answers None where it is gone; `unreadable` says which. Nothing here runs a tensor operation: ``_local_tensor`` is
+an attribute, while ``.data``, ``detach()`` or ``to_local()`` are operations, and on a split parameter some of them raise.
+
+Nothing is imported that the job has not imported: a process without DTensor in ``sys.modules`` has no DTensor.
+Sources: torch/distributed/fsdp/_fully_shard/_fsdp_{param,param_group,state}.py, torch/distributed/tensor/_api.py; read at 2.9.1 and 2.13.0.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+#: The oldest torch whose FSDP2 has the parts read here, and the oldest on which the split raises.
+CAPTURE_FLOOR = (2, 8)
+SPLIT_RAISES_SINCE = (2, 9)
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+
+
+def torch_version() -> tuple[int, int]:
+    """``(2, 13)``."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _module(name: str) -> ModuleType | None:
+    return sys.modules.get(name)
+
+
+# ---- DTensor
+
+
+def dtensor_class() -> type | None:
+    """DTensor, if the process has it."""
+    module = _module("torch.distributed.tensor._api") or _module("torch.distributed.tensor")
+    found = getattr(module, "DTensor", None)
+    return found if isinstance(found, type) else None
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A DTensor's local tensor, None for any other tensor. Reads an attribute, runs nothing."""
+    return getattr(tensor, "_local_tensor", None)
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The plain tensor inside nested tensor subclasses (DTensor, float8, AsyncCollectiveTensor, ...); None where it cannot be told."""
+    for _ in range(8):
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            return tensor
+        inner = local_tensor(tensor)
+        if inner is None:
+            inner = getattr(tensor, "elem", None)  # AsyncCollectiveTensor
+        if inner is None:
+            flatten = getattr(type(tensor), "__tensor_flatten__", None)
+            if flatten is None:
+                return tensor if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ else None
+            names = flatten(tensor)[0]
+            inner = getattr(tensor, names[0], None) if names else None
+        if not isinstance(inner, torch.Tensor):
+            return None
+        tensor = inner
+    return None
+
+
+def dtensor_mesh(tensor: torch.Tensor) -> Any | None:
+    """A DTensor's device mesh, None for any other tensor."""
+    return getattr(getattr(tensor, "_spec", None), "mesh", None)
+
+
+def promised_local_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The local shape that a DTensor's layout promises this rank, None where it cannot be told."""
+    spec = getattr(tensor, "_spec", None)
+    module = _module("torch.distributed.tensor._utils")
+    compute = getattr(module, "compute_local_shape_and_global_offset", None)
+    if spec is None or compute is None:
+        return None
+    try:
+        shape, _ = compute(tuple(spec.shape), spec.mesh, spec.placements)
+    except Exception:  # a layout that this torch cannot compute is no finding
+        return None
+    return tuple(shape)
+
+
+def mesh_text(mesh: Any) -> str:
+    """``"npu (2,) fsdp"``."""
+    names = getattr(mesh, "mesh_dim_names", None)
+    shape = tuple(getattr(mesh, "shape", ()))
+    return f"{mesh_device(mesh) or '?'} {shape}" + (f" {' x '.join(names)}" if names else "")
+
+
+def mesh_device(mesh: Any) -> str | None:
+    """Device type of a mesh."""
+    return getattr(mesh, "device_type", None)
+
+
+def mesh_size(mesh: Any) -> int:
+    """Number of ranks in a mesh."""
+    size = 1
+    for n in getattr(mesh, "shape", ()):
+        size *= int(n)
+    return size
+
+
+def mesh_backends(mesh: Any) -> str:
+    """Backends of the mesh's first process group by device type, ``"cpu:gloo,npu:hccl"``; "" where no group is up."""
+    try:
+        return group_backends(mesh.get_group(0))
+    except Exception:  # a mesh of one device, or one whose groups are gone
+        return ""
+
+
+def group_backends(group: Any = None) -> str:
+    """Backends of a process group (default: the main one) by device type; "" where none is up."""
+    dist = _module("torch.distributed.distributed_c10d")
+    if dist is None or not dist.is_initialized():
+        return ""
+    try:
+        return str(dist.get_backend_config(group))
+    except Exception:
+        return ""
+
+
+# ---- FSDP2
+
+
+def fsdp_module(name: str) -> ModuleType | None:
+    """One of FSDP2's private modules: "_fsdp_param", "_fsdp_param_group", "_fsdp_state", "_fully_shard", "_fsdp_init"; None until the job imports it."""
+    return _module(f"{_FSDP}.{name}")
+
+
+def fsdp_state(module: nn.Module) -> Any | None:
+    """The FSDPState of a module, None where ``fully_shard`` never saw it."""
+    get = getattr(fsdp_module("_fsdp_state"), "_get_module_fsdp_state", None)
+    if get is None:
+        return None
+    try:
+        return get(module)
+    except Exception:  # "state has already been garbage collected"
+        return None
+
+
+def has_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP2 manages the module or one inside it."""
+    return fsdp_module("_fsdp_state") is not None and any(fsdp_state(m) is not None for m in module.modules())
+
+
+def fsdp_states(root: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """``(name, module, state)`` of each distinct FSDPState under the root."""
+    if fsdp_module("_fsdp_state") is None:
+        return
+    seen: set[int] = set()
+    for name, module in root.named_modules():
+        state = fsdp_state(module)
+        if state is not None and id(state) not in seen:
+            seen.add(id(state))
+            yield name, module, state
+
+
+def state_groups(state: Any) -> list[Any]:
+    """The FSDPParamGroups of a state: a list since torch 2.12, one or none before."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        single = getattr(state, "_fsdp_param_group", None)
+        return [] if single is None else [single]
+    return list(groups)
+
+
+def group_params(group: Any) -> list[Any]:
+    """The FSDPParams of a group."""
+    return list(getattr(group, "fsdp_params", ()))
+
+
+def param_slots(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
+    """Every module slot that holds this parameter, the first one first (more than one: tied)."""
+    info = fsdp_param._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def sharded_state_names() -> dict[Any, str]:
+    """FSDP2's ShardedState members, in words."""
+    enum = getattr(fsdp_module("_fsdp_param"), "ShardedState", None)
+    return {} if enum is None else {member: member.name.lower() for member in enum}
+
+
+def enum_name(member: Any) -> str | None:
+    """``TrainingState.POST_BACKWARD`` -> ``"post_backward"``."""
+    name = getattr(member, "name", None)
+    return name.lower() if isinstance(name, str) else None
+
+
+def policy_of(group: Any) -> Any | None:
+    """The offload policy of a group."""
+    return getattr(group, "offload_policy", None)
+
+
+def is_cpu_offload(policy: Any) -> bool:
+    """Whether this is CPUOffloadPolicy (or a subclass)."""
+    module = fsdp_module("_fsdp_api") or _module("torch.distributed.fsdp")
+    cls = getattr(module, "CPUOffloadPolicy", None)
+    return cls is not None and isinstance(policy, cls)
+
+
+def lazy_init_state(state: Any) -> str:
+    """ "no", "done", or "unfinished": the root mark is set, yet a parameter never got its dtypes."""
+    if getattr(state, "_is_root", None) is None:
+        return "no"
+    for group in state_groups(state):
+        if any(not hasattr(p, "param_dtype") for p in group_params(group)):
+            return "unfinished"
+    return "done"
+
+
+def backward_pending(state: Any) -> bool:
+    """Whether the root's final backward callback is marked as queued."""
+    return bool(getattr(getattr(state, "_state_ctx", None), "post_backward_final_callback_queued", False))
+
+
+def backward_running() -> bool:
+    """Whether autograd is running a backward pass in this thread right now."""
+    current = getattr(torch._C, "_current_graph_task_id", None)
+    return current is not None and current() != -1
+
+
+def unreadable() -> list[str]:
+    """Private parts that this torch no longer has under the names known here; empty on a known torch."""
+    wanted = {
+        "_fsdp_state": ("_get_module_fsdp_state", "FSDPState"),
+        "_fsdp_param": ("FSDPParam", "ShardedState"),
+        "_fsdp_param_group": ("FSDPParamGroup",),
+    }
+    missing = [
+        f"{name}.{part}" for name, parts in wanted.items() if (module := fsdp_module(name)) for part in parts if not hasattr(module, part)
+    ]
+    param = getattr(fsdp_module("_fsdp_param"), "FSDPParam", None)
+    if param is not None and not hasattr(param, "reset_sharded_param"):
+        missing.append("FSDPParam.reset_sharded_param")
+    return missing
