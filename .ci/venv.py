@@ -39,13 +39,13 @@ def main():
         _create(venv)
     log = venv / "setup.log"
     python = str(venv / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check"] + shlex.split(args.pip_args)
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", *shlex.split(args.pip_args)]
     constraints = _constraints(venv, args.torch)
     index = ["--index-url", args.torch_index] if args.torch_index else []
     _say(2, "installing torch {}".format(args.torch))
-    _pip(pip + index + ["-c", constraints, "torch==" + args.torch, "numpy", "setuptools"], log)
+    _pip([*pip, *index, "-c", constraints, "torch==" + args.torch, "numpy", "setuptools"], log)
     _say(3, "installing diagkit[{}] and what it needs".format(args.extra))
-    _pip(pip + ["-c", constraints, "--no-build-isolation", "-e", "{}[{}]".format(ROOT, args.extra)], log)
+    _pip([*pip, "-c", constraints, "--no-build-isolation", "-e", "{}[{}]".format(ROOT, args.extra)], log)
     stamp.write_text(wanted)
     print("{} is ready after {:.0f} s".format(venv, time.monotonic() - start), flush=True)
     return 0
@@ -116,7 +116,7 @@ def _pip(command, log):
     if code:
         words = [line for line in log.read_text().splitlines() if line.startswith("ERROR")][-3:]
         _stop("pip could not install: " + (" | ".join(words) or "no reason given"),
-              "The whole talk is in {}. Behind a proxy or a mirror set PIP_INDEX_URL, or make TORCH_INDEX=URL".format(log))
+              "The whole talk is in {}. Behind a mirror set PIP_INDEX_URL, or TORCH_INDEX for torch alone".format(log))
 
 
 def _progress(text, live):

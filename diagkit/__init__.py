@@ -1,6 +1,7 @@
 """diagkit tells, per parameter, where the metadata says a tensor lives and where its bytes live.
 
-Importing it costs next to nothing and imports neither torch nor anything else: a public name loads its room on first use.
+Importing it costs next to nothing and imports neither torch nor anything else: a public name loads its room when it is
+first used.
 """
 
 from __future__ import annotations

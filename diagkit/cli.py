@@ -43,27 +43,18 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "diagkit.doctor", "say what will work on this machine, and what to do for the rest"),
 )
 
-# A package that a command may miss -> the extra that brings it.
-_EXTRAS = {
-    "torch": "lab",
-    "numpy": "report",
-    "pandas": "report",
-    "matplotlib": "report",
-    "jinja2": "report",
-    "rich": "report",
-    "IPython": "notebook",
-    "ipywidgets": "notebook",
-    "itables": "notebook",
-    "nbclient": "notebook",
-    "pyarrow": "parquet",
-}
+# Packages that a command may rightly miss; any other missing module is a fault of ours and keeps its traceback.
+_OPTIONAL = frozenset(
+    {"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "IPython", "ipywidgets", "itables", "pyarrow"}
+)
 
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line that names the way out."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {' '.join(message.split())}. Try: {self.prog} --help", file=sys.stderr)
+        text = " ".join(message.split())
+        print(f"{self.prog}: error: {text}{'' if text.endswith('?') else '.'} Try: {self.prog} --help", file=sys.stderr)
         sys.exit(EXIT_ERROR)
 
 
@@ -81,15 +72,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR if words else 0
     try:
         room = cast(Room, importlib.import_module(command.module))
-        room.add_arguments(subparsers[command.name])
-        code = room.main(parser.parse_args(words))
+        own = subparsers[command.name]
+        room.add_arguments(own)
+        args, strange = parser.parse_known_args(words)
+        if strange:  # argparse would blame the top, whose --help does not know this command's options
+            own.error(f"unrecognized arguments: {' '.join(strange)}")
+        code = room.main(args)
         sys.stdout.flush()
         return code
     except DiagkitError as error:
         return _fail(command, error)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _EXTRAS:
+        if package not in _OPTIONAL:
             raise
         return _fail(command, _missing(package))
     except BrokenPipeError:
@@ -104,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     parser = _Parser(
         prog="diagkit",
-        description="Where do FSDP2 parameters live? What the metadata says, where the bytes are, who drove them apart.",
+        description="Where do FSDP2 parameters live? What metadata says, where the bytes are, who drove them apart.",
         epilog="diagkit COMMAND --help says more. Errors leave with exit code 2, findings with 1.",
     )
     parser.add_argument("--version", action="version", version=f"diagkit {__version__}")
@@ -123,7 +118,7 @@ def _missing(package: str) -> MissingDependency:
     return MissingDependency(
         f"this command needs {package}",
         found=f"none in {sys.executable}",
-        remedy=f"Install it: pip install 'diagkit[{_EXTRAS[package]}]'",
+        remedy=f"Install it: pip install {package.lower()}",
     )
 
 

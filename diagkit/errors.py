@@ -1,8 +1,8 @@
 """The one tree of errors that diagkit raises on purpose.
 
-Rules: every message fits on one line and says what went wrong, what was found, what was expected, where, and what to do.
-The command line prints that line and leaves with exit code 2. Whatever is not a :class:`DiagkitError` is a fault of
-diagkit itself and keeps its traceback.
+Rules: every message fits on one line and says what went wrong, what was found, what was expected, where, and what to
+do. The command line prints that line and leaves with exit code 2. Whatever is not a :class:`DiagkitError` is a fault
+of diagkit itself and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = [
 class DiagkitError(Exception):
     """Something that diagkit was asked to do cannot be done, and the message says how to mend it.
 
-    ``what`` is a clause without a full stop; ``found``, ``expected`` and ``where`` are values or short phrases (anything
-    but a string is shown by its ``repr``); ``remedy`` is a sentence in the imperative.
+    ``what`` is a clause without a full stop; ``found``, ``expected`` and ``where`` are values or short phrases
+    (anything but a string is shown by its ``repr``); ``remedy`` is a sentence in the imperative.
 
     >>> str(UsageError("unknown engine", found="vomni", expected="fsdp or veomni", remedy="Choose one of the two"))
     'unknown engine: found vomni, expected fsdp or veomni. Choose one of the two.'

@@ -21,7 +21,6 @@ MEANT = ("accelerator:", "torch version:")
 
 # Tests start ranks beside each other on few cores; a thread pool in each of them would only fight the others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCH_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 
