@@ -1,8 +1,8 @@
 """Build the environment that verl's own engines run in: one venv, and one folder for each verl release.
 
-``python tests/verl/environment.py`` builds ``.venv-verl`` beside the project's own environment, or does nothing when the one
-that is there was built from the same lists. About a minute and 1.8 GB. Needs pip's usual access to packages and a torch built
-for the CPU; on a failure it prints one line that says what is missing, and exits 2.
+``python tests/verl/environment.py`` builds ``.venv-verl`` beside the project's own environment, or does nothing when
+the one that is there was built from the same lists. About a minute and 1.8 GB. Needs pip's usual access to packages
+and a torch built for the CPU; on a failure it prints one line that says what is missing, and exits 2.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Run a list of cells in verl's environment: ``python -m realengines.driver --release 0.8.0 --cells FILE --out DIR``.
 
-One process imports verl (some seconds) and forks each cell's ranks from there, so that every operation has processes of its
-own without every process paying for the import. ``--cold`` forks first and imports in each rank, for tests that set verl's
-environment variables. Each rank writes ``OUT/CELL/rank-N.json``, rewritten at every stage: a rank that dies has left its last.
+One process imports verl (some seconds) and forks each cell's ranks from there, so that every operation has processes
+of its own without every process paying for the import. ``--cold`` forks first and imports in each rank, for tests
+that set verl's environment variables. Each rank writes ``OUT/CELL/rank-N.json``, rewritten at every stage: a rank
+that dies has left its last.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def run_rank(cell: Cell, rank: int, out: Path, model: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from realengines import build, observe, operations
+    from realengines import observe, operations
 
     folder = out / cell.name
     report = Report(cell, rank, folder / f"rank-{rank}.json")
@@ -84,13 +85,14 @@ def run_rank(cell: Cell, rank: int, out: Path, model: Path) -> None:
             world_size=cell.ranks,
             timeout=timedelta(seconds=40),
         )
-        engine = build.make_engine(cell, model)
+        side = operations.side_of(cell)
+        engine = side.make_engine(cell, model)
         report.write(stage="init")
         engine.initialize()
         before = observe.storages(engine.module)
         report.facts["residency"]["init"] = observe.residency(engine.module)
         report.write(stage=cell.operation)
-        extra = operations.OPERATIONS[cell.operation](engine, cell, rank, out, model)
+        extra = operations.OPERATIONS[cell.operation](side, engine, cell, rank, out, model)
         after = observe.storages(engine.module)
         report.facts["residency"]["end"] = observe.residency(engine.module)
         moved = sum(before[name] != after[name] for name in before)
@@ -157,9 +159,9 @@ def main() -> int:
     if not model.exists():
         pid = os.fork()
         if not pid:
-            from realengines import build
+            from realengines import verl_side
 
-            build.write_model(model)
+            verl_side.write_model(model)
             os._exit(0)
         os.waitpid(pid, 0)
     for cell in cells:

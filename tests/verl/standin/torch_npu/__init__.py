@@ -1,8 +1,10 @@
-"""A stand-in for torch_npu, for tests only: what verl and VeOmni look for on a machine that has an accelerator named npu.
+"""A stand-in for torch_npu, for tests only: what verl and VeOmni look for on a machine that has an accelerator named
+npu.
 
-The simulated accelerator supplies the device. This package only answers the question "is torch_npu there?" and offers the
-few fused operators that verl puts into Qwen2 on an npu, written in plain PyTorch. It is never installed: the driver puts its
-folder on the path after the simulator has started, because diagkit rightly refuses to simulate where torch_npu is present.
+The simulated accelerator supplies the device. This package only answers the question "is torch_npu there?" and
+offers the few fused operators that verl puts into Qwen2 on an npu, written in plain PyTorch. It is never installed:
+the driver puts its folder on the path after the simulator has started, because diagkit rightly refuses to simulate
+where torch_npu is present.
 """
 
 from __future__ import annotations

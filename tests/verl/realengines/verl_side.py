@@ -1,7 +1,8 @@
-"""Make verl's engines without Ray: a tiny random Qwen2 on disk, the engines' own configuration classes, a batch, a loss."""
+"""verl's engines without Ray: a tiny random Qwen2 on disk, the engines' own configuration classes, a batch, a loss."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,30 @@ def make_batch(rank: int) -> Any:
             "pad_token_id": 2,
         },
     )
+
+
+def train_step(engine: Any, rank: int) -> float:
+    """One step through the engine's own context manager and batch method; return the sum of the losses."""
+    with engine.train_mode():
+        output = engine.train_batch(make_batch(rank), loss_function)
+    return float(sum(output["loss"]))
+
+
+def write_checkpoint(engine: Any, folder: Path) -> None:
+    """Write a checkpoint through the engine's checkpoint manager, past the engine's own moves."""
+    engine.checkpoint_manager.save_checkpoint(str(folder))
+
+
+def exported(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a weight synchronisation is given, tensor by tensor."""
+    return engine.get_per_tensor_param()[0]
+
+
+def source_weights(model: Path) -> dict[str, torch.Tensor]:
+    """The weights that the engine was built from."""
+    from safetensors.torch import load_file
+
+    return load_file(model / "model.safetensors")
 
 
 def loss_function(model_output: Any, data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:

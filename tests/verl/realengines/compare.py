@@ -1,0 +1,135 @@
+"""Set the lab's cell beside verl's and name what differs.
+
+Compared: the outcome and its exception, where every parameter and buffer rests after the initialisation and after the
+operation (or at its failure), whether storages were exchanged, where exported tensors are, and whether values are right.
+Counts are not compared, the two models differ; what is compared is the set of places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from realengines.cells import Cell
+
+Facts = dict[str, str]
+
+
+@dataclass(frozen=True)
+class KnownDifference:
+    """A difference that is there for a reason: in which cells, in which fact, and why."""
+
+    engine: str
+    releases: tuple[str, ...]
+    fact: str
+    reason: str
+    offloads: tuple[str, ...] = ("policy", "manual", "both")
+    operations: tuple[str, ...] = ()
+
+    def covers(self, cell: Cell, fact: str) -> bool:
+        """Say whether this explains a difference in ``fact`` of a real engine's ``cell``."""
+        return (
+            cell.engine == self.engine
+            and cell.release in self.releases
+            and fact == self.fact
+            and cell.offload in self.offloads
+            and (not self.operations or cell.operation in self.operations)
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One fact on which the real engine and the lab's disagree."""
+
+    cell: Cell
+    fact: str
+    real: str
+    lab: str
+    known: KnownDifference | None
+
+
+def _places(counts: Mapping[str, int]) -> str:
+    return " + ".join(sorted(counts)) or "none"
+
+
+def facts_of(reports: Iterable[Mapping[str, Any]]) -> Facts:
+    """Reduce the reports of a cell's ranks to comparable words; where ranks disagree, all their words are given."""
+    ranks = [_facts_of_rank(report) for report in reports]
+    names = sorted({name for facts in ranks for name in facts})
+    return {name: " | ".join(sorted({facts.get(name, "-") for facts in ranks})) for name in names}
+
+
+def _facts_of_rank(report: Mapping[str, Any]) -> Facts:
+    facts = {"outcome": outcome(report)}
+    for moment in ("init", "end", "failure"):
+        for kind, counts in report["residency"].get(moment, {}).items():
+            facts[f"{kind} at {moment}"] = _places(counts)
+    if "storages_exchanged" in report:
+        exchanged, of = report["storages_exchanged"].split("/")
+        facts["storages exchanged"] = {"0": "none", of: "all"}.get(exchanged, "some")
+    if "exported" in report:
+        facts["exported to"] = _places(report["exported"])
+        facts["exported as"] = _places(report["dtypes"])
+    for name in ("values_equal", "every_weight_changed", "files"):
+        if name in report:
+            facts[name.replace("_", " ")] = str(report[name])
+    return facts
+
+
+def outcome(report: Mapping[str, Any]) -> str:
+    """Put one rank's end in words: ``ok``, or where it failed and with which exception."""
+    if report["outcome"] == "error":
+        error = report["exception"]
+        text = error["message"].strip().splitlines()[0] if error["message"].strip() else ""
+        return f"{error['type']} in {report['stage']}: {_cause(text)}"
+    return str(report["outcome"])
+
+
+# The texts by which torch says what stopped it. Anything else is compared word for word.
+_CAUSES = {
+    "Attempted to set the storage of a tensor": "Attempted to set the storage",
+    "No backend type associated with device type cpu": "No backend type associated with device type cpu",
+    "FSDP parameters should be materialized on CPU": "parameters should be materialized on CPU",
+}
+
+
+def _cause(text: str) -> str:
+    return next((short for long, short in _CAUSES.items() if long in text), text)
+
+
+def differences(cell: Cell, real: Facts, lab: Facts, known: Iterable[KnownDifference]) -> list[Difference]:
+    """List every fact on which the two disagree, each with the known reason for it, or none."""
+    known = list(known)
+    found = []
+    for fact in sorted({*real, *lab}):
+        left, right = real.get(fact, "-"), lab.get(fact, "-")
+        if left != right:
+            reason = next((difference for difference in known if difference.covers(cell, fact)), None)
+            found.append(Difference(cell, fact, left, right, reason))
+    return found
+
+
+def table(rows: Iterable[tuple[Cell, Facts, Facts, list[Difference]]]) -> str:
+    """Lay the comparison out for people: a line for each cell, then each difference with its reason."""
+    lines = [f"{'real engine, first operation':44}{'verl':58}{'lab':6}{'residency at rest > after it'}"]
+    named: dict[tuple[str, str, str], int] = {}
+    for cell, real, lab, found in rows:
+        unknown = [difference for difference in found if difference.known is None]
+        verdict = "DIFFERS" if unknown else "named" if found else "same"
+        where = f"{real.get('parameters at init', '-')} > " + (
+            real.get("parameters at end") or real.get("parameters at failure", "-")
+        )
+        groups = "" if "gloo" in cell.groups else " (hccl alone)"
+        what = f"{cell.release} {cell.engine} {cell.offload} {cell.ranks}x {cell.operation}{groups}"
+        lines.append(f"{what:44}{real['outcome'][:56]:58}{verdict:8}{where}")
+        for difference in unknown:
+            lines.append(f"    {difference.fact}: verl {difference.real!r}, lab {difference.lab!r}")
+        for difference in found:
+            if difference.known is not None:
+                key = (difference.known.engine, difference.known.fact, difference.known.reason)
+                named[key] = named.get(key, 0) + 1
+    if named:
+        lines += ["", "Named differences:"]
+        lines += [f"  {engine}, {fact} ({count} cells): {reason}" for (engine, fact, reason), count in named.items()]
+    return "\n".join(lines)
