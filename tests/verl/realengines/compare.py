@@ -1,7 +1,7 @@
 """Set the lab's cell beside verl's and name what differs.
 
 Compared: the outcome and its exception, where every parameter and buffer rests after the initialisation and after the
-operation (or at its failure), whether storages were exchanged, where exported tensors are, and whether values are right.
+operation (or at its failure), whether storages were exchanged, where exported tensors are, whether values are right.
 Counts are not compared, the two models differ; what is compared is the set of places.
 """
 
@@ -114,7 +114,7 @@ def table(rows: Iterable[tuple[Cell, Facts, Facts, list[Difference]]]) -> str:
     """Lay the comparison out for people: a line for each cell, then each difference with its reason."""
     lines = [f"{'real engine, first operation':44}{'verl':58}{'lab':6}{'residency at rest > after it'}"]
     named: dict[tuple[str, str, str], int] = {}
-    for cell, real, lab, found in rows:
+    for cell, real, _, found in rows:
         unknown = [difference for difference in found if difference.known is None]
         verdict = "DIFFERS" if unknown else "named" if found else "same"
         where = f"{real.get('parameters at init', '-')} > " + (

@@ -12,6 +12,9 @@ from typing import Any
 
 from realengines.cells import Cell
 
+Reports = dict[Cell, list[dict[str, Any]]]
+"""Every cell's reports, one a rank."""
+
 HERE = Path(__file__).resolve().parent.parent
 ROOT = HERE.parent.parent
 
@@ -25,14 +28,14 @@ def launch(
     environment: Mapping[str, str] | None = None,
     cold: bool = False,
     seconds: float = 900.0,
-) -> dict[Cell, list[dict[str, Any]]]:
+) -> Reports:
     """Run cells of one release and return each cell's reports, one a rank.
 
     Raises RuntimeError with the end of the driver's log when the driver itself fails or takes longer than ``seconds``.
     """
     cells = list(cells)
     out.mkdir(parents=True, exist_ok=True)
-    listing = out / f"cells-{cells[0].release}.json"
+    listing = out / f"cells-from-{cells[0].name}.json"
     listing.write_text(json.dumps([cell.as_dict() for cell in cells]))
     path = os.pathsep.join(str(part) for part in (release_folder, HERE, ROOT))
     variables = {
@@ -45,7 +48,7 @@ def launch(
         **(environment or {}),
     }
     command = [str(python), "-m", "realengines.driver", "--cells", str(listing), "--out", str(out)]
-    log = out / f"driver-{cells[0].release}.log"
+    log = out / listing.with_suffix(".log").name
     with log.open("w") as stream:
         process = subprocess.Popen(
             [*command, "--cold"] if cold else command,

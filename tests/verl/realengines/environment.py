@@ -1,20 +1,22 @@
 """Build the environment that verl's own engines run in: one venv, and one folder for each verl release.
 
-``python tests/verl/environment.py`` builds ``.venv-verl`` beside the project's own environment, or does nothing when
-the one that is there was built from the same lists. About a minute and 1.8 GB. Needs pip's usual access to packages
-and a torch built for the CPU; on a failure it prints one line that says what is missing, and exits 2.
+``python tests/verl/realengines/environment.py`` builds ``.venv-verl`` beside the project's own environment, or does
+nothing when the one that is there was built from the same lists. About a minute and 1.8 GB. Needs pip's usual access
+to packages and a torch built for the CPU; on a failure it prints one line that says what is missing, and exits 2.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import shlex
 import subprocess
 import sys
 import time
 import venv
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent.parent
 ROOT = HERE.parent.parent
 HOME = ROOT / ".venv-verl"
 PYTHON = HOME / "bin" / "python"
@@ -59,28 +61,36 @@ def _step(what: str, *command: str | Path) -> None:
         raise EnvironmentFailed(f"{what} failed: {lines[-1]}")
 
 
-def build() -> float:
+def build(torch_index: str = "", pip_args: str = "") -> float:
     """Build the environment and return the seconds it took (0.0 when it was there already).
 
-    Raises EnvironmentFailed when a package cannot be had, or when a CUDA build of torch came in.
+    ``torch_index`` is one more package index, for a torch built for the CPU; ``pip_args`` are further arguments for
+    pip. Raises EnvironmentFailed when a package cannot be had, or when a CUDA build of torch came in.
     """
     if is_built():
         return 0.0
     start = time.monotonic()
     venv.EnvBuilder(clear=True, with_pip=True).create(HOME)
-    install = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
-    _step("installing the pinned packages", *install, "-r", REQUIREMENTS)
+    install = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    install += shlex.split(pip_args)
+    # Of two builds of one version pip takes the one with the longer label, and that is the CPU's "+cpu".
+    index = ["--extra-index-url", torch_index] if torch_index else []
+    _step("installing the pinned packages", *install, *index, "-r", REQUIREMENTS)
     for release in RELEASES:
         _step(f"installing verl {release}", *install, "--target", release_folder(release), f"verl=={release}")
-    _step("the check that torch is a CPU build (give pip one, by PIP_FIND_LINKS or an index)", PYTHON, "-c", _CHECK)
+    _step("the check that torch is a CPU build (make TORCH_INDEX=... gives pip one)", PYTHON, "-c", _CHECK)
     (HOME / "built-from").write_text(_fingerprint())
     return time.monotonic() - start
 
 
 def main() -> int:
     """Build, say how long it took, and exit 0, or 2 with the reason."""
+    parser = argparse.ArgumentParser(description="Build the environment that verl's own engines run in.")
+    parser.add_argument("--torch-index", default="", help="one more package index, for a torch built for the CPU")
+    parser.add_argument("--pip-args", default="", help="further arguments for every pip install")
+    options = parser.parse_args()
     try:
-        seconds = build()
+        seconds = build(options.torch_index, options.pip_args)
     except EnvironmentFailed as failure:
         print(f"verl's environment could not be built: {failure}", file=sys.stderr)
         return 2

@@ -1,0 +1,80 @@
+"""The lab's engines behave as verl's own do, cell by cell: the comparison that ``make test-verl`` runs.
+
+Both run in one environment, on one simulated accelerator, under one driver and one observer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from realengines.cells import RELEASES, SFT_GROUPS, Cell, cells_of
+from realengines.compare import Facts, KnownDifference, differences
+from realengines.known import KNOWN
+
+pytestmark = pytest.mark.verl
+
+CELLS = [cell for release in RELEASES for cell in cells_of(release)]
+
+STORAGE = "RuntimeError in {}: Attempted to set the storage"
+NO_CPU_BACKEND = "RuntimeError in {}: No backend type associated with device type cpu"
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_the_lab_does_what_verl_does(cell: Cell, facts: dict[Cell, Facts]) -> None:
+    found = differences(cell, facts[cell], facts[cell.counterpart], KNOWN)
+    unknown = [f"{d.fact}: verl {d.real!r}, lab {d.lab!r}" for d in found if d.known is None]
+    assert not unknown, f"{cell.name} differs from {cell.counterpart.name}:\n" + "\n".join(unknown)
+
+
+# What happened to the real engines, as an anchor: a simulator that stopped splitting would make both sides agree.
+OUTCOMES = [
+    (Cell("0.8.0", "fsdp", "policy", "save"), STORAGE),
+    (Cell("0.8.0", "fsdp", "policy", "save", 2), STORAGE),
+    (Cell("0.8.0", "fsdp", "policy", "export", 2), "ok"),
+    (Cell("0.8.0", "fsdp", "policy", "load", 2), "ok"),
+    (Cell("0.8.0", "veomni", "policy", "save", 2), STORAGE),
+    (Cell("0.8.0", "veomni", "policy", "export", 2), STORAGE),
+    (Cell("0.9.1", "fsdp", "policy", "save", 2), "ok"),
+    (Cell("0.9.1", "fsdp", "policy", "export", 2), "ok"),
+    (Cell("0.9.1", "fsdp", "policy", "train", 2, SFT_GROUPS), NO_CPU_BACKEND),
+    (Cell("0.9.1", "veomni", "policy", "save", 2), "ok"),
+    (Cell("0.9.1", "veomni", "policy", "export", 2), "ok"),
+]
+
+
+@pytest.mark.parametrize(("cell", "expected"), OUTCOMES, ids=lambda value: getattr(value, "name", None))
+def test_the_real_engine_ends_as_the_running_torch_says(cell: Cell, expected: str, facts: dict[Cell, Facts]) -> None:
+    assert facts[cell]["outcome"] == expected.format(cell.operation)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_manual_move_still_splits_the_real_engine_whatever_the_release(
+    release: str, facts: dict[Cell, Facts]
+) -> None:
+    moved = facts[Cell(release, "fsdp", "policy", "to", 2)]
+    assert moved["outcome"] == "ok"
+    assert moved["parameters at end"] == "npu/cpu pinned"
+    assert moved["storages exchanged"] == "all"
+
+
+def test_every_rank_of_every_cell_had_a_process_of_its_own(reports: dict[Cell, list[dict[str, Any]]]) -> None:
+    pids = [report["pid"] for ranks in reports.values() for report in ranks]
+    assert len(pids) == sum(cell.ranks for cell in reports)
+    assert len(set(pids)) == len(pids)
+
+
+def test_no_known_difference_outlives_its_cause(facts: dict[Cell, Facts]) -> None:
+    used = {
+        difference.known
+        for cell in CELLS
+        for difference in differences(cell, facts[cell], facts[cell.counterpart], KNOWN)
+    }
+    assert set(KNOWN) <= used, f"named, but nothing differs so: {set(KNOWN) - used}"
+
+
+def test_a_difference_that_nobody_named_is_found() -> None:
+    cell = Cell("0.9.1", "fsdp", "policy", "save")
+    known = [KnownDifference("fsdp", ("0.9.1",), "exported as", "named")]
+    found = differences(cell, {"outcome": "ok", "exported as": "float32"}, {"exported as": "bfloat16"}, known)
+    assert [(d.fact, d.known is None) for d in found] == [("exported as", False), ("outcome", True)]
