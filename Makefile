@@ -15,11 +15,11 @@ WORKERS ?= 2
 # Further arguments for pytest: make test PYTEST="-k parity -x"
 PYTEST ?=
 
-VENV := .venv
+VENV ?= .venv
 PY := $(VENV)/bin/python
 SETUP = @$(PYTHON) .ci/venv.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
 
-.PHONY: help setup doctor test lint clean
+.PHONY: help setup doctor test test-verl lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*  ## ' $(MAKEFILE_LIST) | sed 's/:.*  ## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -35,6 +35,10 @@ test: setup lint  ## run every test (about ten minutes on two cores)
 	@PYTHON=$(PYTHON) .ci/system-packages browser
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not alone and not verl" $(PYTEST)
 	$(PY) -m pytest -m "alone and not verl" $(PYTEST)
+
+test-verl: setup  ## compare the lab's engines with verl's own (makes .venv-verl: 1.8 GB, about a minute)
+	@$(PY) tests/verl/realengines/environment.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
+	$(PY) -m pytest -m verl tests/verl $(PYTEST)
 
 lint: setup  ## ruff and mypy
 	@$(PY) -m ruff check .
