@@ -15,7 +15,7 @@ WORKERS ?= 2
 # Further arguments for pytest: make test PYTEST="-k parity -x"
 PYTEST ?=
 
-VENV ?= .venv
+VENV := .venv
 PY := $(VENV)/bin/python
 SETUP = @$(PYTHON) .ci/venv.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
 
