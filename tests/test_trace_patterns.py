@@ -66,9 +66,9 @@ def test_patterns_cover_the_names_and_no_other(names: list[str]) -> None:
     check_exact(names)
 
 
-SEGMENT = st.sampled_from(
-    ["0", "1", "2", "10", "01", "q_proj", "k_proj", "_proj", "proj", "weight", "bias", "conv1", "bn1", "a{b", "}", ",", "\\", "\x001", "ä_x", ""]
-)
+MODEL_LIKE = ["0", "1", "2", "10", "01", "q_proj", "k_proj", "_proj", "proj", "weight", "bias", "conv1", "bn1"]
+HOSTILE = ["a{b", "}", ",", "\\", "", "\x001", "ä_x"]
+SEGMENT = st.sampled_from([*MODEL_LIKE, *HOSTILE])
 
 
 @given(st.lists(st.lists(SEGMENT, min_size=1, max_size=4).map(".".join), max_size=40))
