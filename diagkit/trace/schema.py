@@ -139,6 +139,7 @@ class EngineFacts:
 
     type: str = ""
     uses_policy_flag: str = "missing"  # `_uses_fsdp2_cpu_offload_policy`
+    reads_policy_flag: bool = False  # some method of its class names that flag
     offload_param: str = "missing"
     offload_optimizer: str = "missing"
 
