@@ -7,12 +7,12 @@ to the CPU.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from diagkit import torch_internals
 
 __all__ = [
     "empty_cache",
@@ -50,7 +50,7 @@ def offload_veomni_model_to_cpu(module: nn.Module, device: str) -> None:
     """VeOmni's way: first end whatever FSDP is in the middle of (every group idle, every parameter sharded)."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            for group in _parameter_groups(part):
+            for group in torch_internals.state_groups(torch_internals.fsdp_state(part)):
                 group._training_state = TrainingState.IDLE
             part.reshard()
     offload_model_to_cpu(module, device)
@@ -71,12 +71,3 @@ def _move_optimizer(optimizer: torch.optim.Optimizer, device: str) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 state[name] = value.to(device)
-
-
-def _parameter_groups(module: FSDPModule) -> list[Any]:
-    # One group per module up to torch 2.9 (`_fsdp_param_group`), several since (`_fsdp_param_groups`).
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in groups if group is not None]
