@@ -53,7 +53,10 @@ def run_ranks(
     """
     if callable(script):
         source = Path(inspect.getfile(script)).resolve()
-        code = f"import sys; sys.path.insert(0, {str(source.parent)!r}); import {source.stem} as m; m.{script.__name__}(*sys.argv[1:])"
+        code = (
+            f"import sys; sys.path.insert(0, {str(source.parent)!r}); "
+            f"import {source.stem} as m; m.{script.__name__}(*sys.argv[1:])"
+        )
         command = [python, "-c", code, *args]
     else:
         command = [python, str(script), *args]
@@ -79,13 +82,21 @@ def run_ranks(
                 variables[key] = value
         started.append(
             subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=variables, cwd=cwd
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                env=variables,
+                cwd=cwd,
             )
         )
     results = _collect(started, time.monotonic() + timeout)
     failed = [result for result in results if result.rc != 0]
     if check and failed:
-        raise RanksFailed("\n".join(f"rank {r.rank}: exit {r.rc}\n{r.stdout[-1500:]}\n{r.stderr[-4000:]}" for r in failed))
+        raise RanksFailed(
+            "\n".join(f"rank {r.rank}: exit {r.rc}\n{r.stdout[-1500:]}\n{r.stderr[-4000:]}" for r in failed)
+        )
     return results
 
 

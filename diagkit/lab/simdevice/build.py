@@ -1,8 +1,8 @@
 """Compiles the simulated accelerator once, against the torch that is installed, and finds it again later.
 
-Rules: one compilation for however many processes start at once (a file lock that the kernel drops when its holder dies);
-a library appears in the cache whole or not at all; a changed source, torch, Python, compiler or machine gets another
-folder. Whatever is missing is said in one line.
+Rules: one compilation for however many processes start at once (a file lock that the kernel drops when its holder
+dies); a library appears in the cache whole or not at all; a changed source, torch, Python, compiler or machine gets
+another folder. Whatever is missing is said in one line.
 """
 
 from __future__ import annotations
@@ -101,7 +101,11 @@ def compiler() -> list[str]:
 
 
 def cache_root() -> Path:
-    """The first folder of these that can be written: DIAGKIT_CACHE, XDG_CACHE_HOME/diagkit, ~/.cache/diagkit, a temporary one."""
+    """Where compiled simulators live.
+
+    ``DIAGKIT_CACHE`` if it is set (an error if it cannot be written), else the first of these that can be written:
+    ``$XDG_CACHE_HOME/diagkit``, ``~/.cache/diagkit``, a folder of this user's under the temporary one.
+    """
     wanted = os.environ.get("DIAGKIT_CACHE", "").strip()
     if wanted:
         folder = Path(wanted).expanduser()
@@ -153,14 +157,22 @@ def build_key(facts: TorchFacts, command: list[str]) -> str:
     digest = hashlib.sha256()
     for source in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
-    for part in (str(facts), str(sysconfig.get_config_var("SOABI")), " ".join(command), _compiler_version(command), platform.machine()):
+    for part in (
+        str(facts),
+        str(sysconfig.get_config_var("SOABI")),
+        " ".join(command),
+        _compiler_version(command),
+        platform.machine(),
+    ):
         digest.update(part.encode() + b"\0")
     return f"sim-torch{facts.version}-{digest.hexdigest()[:16]}"
 
 
 def _compiler_version(command: list[str]) -> str:
     try:
-        done = subprocess.run([*command, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [*command, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MissingDependency("the C++ compiler does not start", found=f"{' '.join(command)}: {error}") from error
     return done.stdout.strip()
@@ -256,7 +268,9 @@ def _compile(facts: TorchFacts, command: list[str], folder: Path, announce: bool
         log.write_text("\n".join(f"== {name}\n{text}" for name, text in outputs.items()))
         failed = [name for name, process in running.items() if process.returncode != 0]
         if failed:
-            first = next((line for line in outputs[failed[0]].splitlines() if "error" in line), outputs[failed[0]][:200])
+            first = next(
+                (line for line in outputs[failed[0]].splitlines() if "error" in line), outputs[failed[0]][:200]
+            )
             raise SimulatorError(
                 f"compiling the simulated accelerator failed ({', '.join(failed)})",
                 found=first.strip(),

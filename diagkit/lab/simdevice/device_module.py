@@ -19,7 +19,13 @@ SIMULATED_NAME = "Simulated NPU (host memory)"
 def make_device_module(name: str) -> types.ModuleType:
     """Builds the module that becomes ``torch.<name>``; ``name`` is the device type, such as ``"npu"``."""
     module = types.ModuleType(f"torch.{name}", f"Simulated accelerator {name!r}, brought by diagkit.")
-    functions: dict[str, Any] = {**_devices(name), **_streams(name), **_memory(name), **_random(name), **_autocast(name)}
+    functions: dict[str, Any] = {
+        **_devices(name),
+        **_streams(name),
+        **_memory(name),
+        **_random(name),
+        **_autocast(name),
+    }
     for key, value in functions.items():
         setattr(module, key, value)
     amp = types.ModuleType(f"torch.{name}.amp", "Autocast for the simulated accelerator.")
@@ -60,8 +66,14 @@ def _devices(name: str) -> dict[str, Any]:
             super().__init__(obj.device.index if obj.device.type == name else None)
 
     def get_device_properties(device: Any = None) -> types.SimpleNamespace:
-        free_total = torch.accelerator.get_memory_info(_index(device)) if hasattr(torch.accelerator, "get_memory_info") else (0, 0)
-        return types.SimpleNamespace(name=SIMULATED_NAME, total_memory=free_total[1], multi_processor_count=1, major=0, minor=0)
+        free_total = (
+            torch.accelerator.get_memory_info(_index(device))
+            if hasattr(torch.accelerator, "get_memory_info")
+            else (0, 0)
+        )
+        return types.SimpleNamespace(
+            name=SIMULATED_NAME, total_memory=free_total[1], multi_processor_count=1, major=0, minor=0
+        )
 
     return {
         "device": device,
@@ -86,7 +98,7 @@ def _devices(name: str) -> dict[str, Any]:
 
 def _streams(name: str) -> dict[str, Any]:
     class Stream(torch.Stream):
-        """A stream of the simulated accelerator: it has an identity and orders nothing, for kernels end before they return."""
+        """A stream with an identity; it orders nothing, because kernels end before they return."""
 
         def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
             if "stream_id" in kwargs:
@@ -97,13 +109,17 @@ def _streams(name: str) -> dict[str, Any]:
         """An event of the simulated accelerator; timed ones measure host time in milliseconds."""
 
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-            return torch.Event.__new__(cls, torch.device(name), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+            return torch.Event.__new__(
+                cls, torch.device(name), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+            )
 
     def current_stream(device: Any = None) -> torch.Stream:
         return torch.accelerator.current_stream(_index(device))
 
     def default_stream(device: Any = None) -> torch.Stream:
-        return torch.Stream(stream_id=0, device_index=_index(device), device_type=torch._C._autograd.DeviceType.PrivateUse1.value)
+        return torch.Stream(
+            stream_id=0, device_index=_index(device), device_type=torch._C._autograd.DeviceType.PrivateUse1.value
+        )
 
     @contextlib.contextmanager
     def stream(stream: torch.Stream | None) -> Iterator[None]:
@@ -143,7 +159,9 @@ def _memory(name: str) -> dict[str, Any]:
         "max_memory_reserved": lambda device=None: int(accelerator.max_memory_reserved(_index(device))),
         "memory_stats": lambda device=None: accelerator.memory_stats(_index(device)),
         "reset_peak_memory_stats": lambda device=None: accelerator.reset_peak_memory_stats(_index(device)),
-        "reset_accumulated_memory_stats": lambda device=None: accelerator.reset_accumulated_memory_stats(_index(device)),
+        "reset_accumulated_memory_stats": lambda device=None: accelerator.reset_accumulated_memory_stats(
+            _index(device)
+        ),
         "empty_cache": lambda: accelerator.empty_cache(),
         "mem_get_info": mem_get_info,
         "ipc_collect": lambda: None,
@@ -165,7 +183,7 @@ def _random(name: str) -> dict[str, Any]:
         return _default_generators(name)
 
     def set_rng_state_all(states: list[torch.Tensor]) -> None:
-        for one, state in zip(every(), states):
+        for one, state in zip(every(), states, strict=False):
             one.set_state(state)
 
     def manual_seed_all(seed: int) -> None:

@@ -1,8 +1,8 @@
 """Starts the simulated accelerator in this process.
 
-Rules: it starts only when asked; never beside a real accelerator's plug-in; once in a process, and asking again gives the
-same answer; what it changes in PyTorch (a device, a device module, a collective backend) stays until the process ends,
-because PyTorch has no way back.
+Rules: it starts only when asked; never beside a real accelerator's plug-in; once in a process, and asking again gives
+the same answer; what it changes in PyTorch (a device, a device module, a collective backend) stays until the process
+ends, because PyTorch has no way back.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Simulation:
     simulated: bool = True
 
     def set_capacity(self, size: int, device: int | None = None) -> None:
-        """Limits a device (default: each) to ``size`` bytes; 0 lifts the limit. Beyond it: ``torch.OutOfMemoryError``."""
+        """Limits a device (default: each) to ``size`` bytes (0: no limit); beyond it ``torch.OutOfMemoryError``."""
         import torch
 
         for index in range(self.device_count) if device is None else [device]:
             torch.ops.diagkit_sim.set_capacity(index, size)
 
     def set_deferred_copies(self, on: bool) -> None:
-        """With ``on``, ``non_blocking`` copies into pinned memory arrive only when the host synchronises (see streams.h)."""
+        """With ``on``, ``non_blocking`` copies into pinned memory arrive when the host synchronises, not before."""
         import torch
 
         torch.ops.diagkit_sim.set_deferred_copies(on)
@@ -70,22 +70,31 @@ def simulate(name: str = "npu", *, announce: bool = True) -> Simulation:
     global _running
     if _running is not None:
         if _running.name != name:
-            raise UsageError("the simulated accelerator already runs under another name", found=name, expected=_running.name)
+            raise UsageError(
+                "the simulated accelerator already runs under another name", found=name, expected=_running.name
+            )
         return _running
     _refuse_beside_a_real_one()
     folder = build.built(announce=announce)
 
     import torch
 
-    torch.ops.load_library(str(folder / "device.so"))
-    torch.utils.rename_privateuse1_backend(name)
+    torch.ops.load_library(  # type: ignore[no-untyped-call]
+        str(folder / "device.so")
+    )
+    from torch.utils.backend_registration import (
+        generate_methods_for_privateuse1_backend,
+        rename_privateuse1_backend,
+    )
+
+    rename_privateuse1_backend(name)
     torch.ops.diagkit_sim.start()
     from diagkit.lab.simdevice.device_module import make_device_module
 
     module = make_device_module(name)
-    torch._register_device_module(name, module)
+    torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
     sys.modules.setdefault(f"torch.{name}", module)
-    torch.utils.generate_methods_for_privateuse1_backend(
+    generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
     )
     _register_collectives(name, folder)
@@ -130,7 +139,7 @@ def _register_collectives(name: str, folder: Path) -> None:
     library = _load_extension("hccl", folder / "hccl.so")
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]
+        from torch.distributed import ProcessGroupGloo
 
         return library.Hccl(ProcessGroupGloo(store, rank, size, timeout=timeout))
 
