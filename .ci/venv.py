@@ -102,7 +102,7 @@ def _pip(command, log):
         last = begun
         for line in process.stdout:
             sink.write(line)
-            if line.startswith("Collecting "):
+            if line.startswith(("Collecting ", "Processing ")):
                 done += 1
             now = time.monotonic()
             if line.startswith("Installing collected") and done:
