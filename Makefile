@@ -14,12 +14,14 @@ PIP_ARGS ?=
 WORKERS ?= 2
 # Further arguments for pytest: make test PYTEST="-k parity -x"
 PYTEST ?=
+# Further arguments for the demo: make demo DEMO="--history"
+DEMO ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
 SETUP = @$(PYTHON) .ci/venv.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
 
-.PHONY: help setup doctor test test-verl lint clean
+.PHONY: help setup demo doctor test test-verl lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*  ## ' $(MAKEFILE_LIST) | sed 's/:.*  ## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -27,6 +29,9 @@ help:  ## show this list
 setup:  ## make or refresh .venv, which every target does by itself
 	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) here. Install Python 3.10 or newer (Debian or Ubuntu: apt-get install python3 python3-venv)." >&2; exit 2; }
 	$(SETUP) --venv $(VENV) --torch $(TORCH)
+
+demo: setup  ## see the crash and the guard: both engines on two ranks (DEMO="--help" for more)
+	@$(PY) -m diagkit demo $(DEMO)
 
 doctor: setup  ## say what will work on this machine, and what to do for the rest
 	@$(PY) -m diagkit doctor

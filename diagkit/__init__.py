@@ -11,10 +11,13 @@ import importlib
 __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
-_HOMES: dict[str, str] = {}
+_HOMES: dict[str, str] = {
+    "open_trace": "diagkit.trace",
+    "record": "diagkit.capture",
+}
 
 # Rooms that are part of the public face as they are, such as ``diagkit.lab``.
-_ROOMS: frozenset[str] = frozenset({"errors"})
+_ROOMS: frozenset[str] = frozenset({"errors", "lab"})
 
 __all__ = ["__version__", *sorted(_HOMES)]
 

@@ -40,6 +40,7 @@ class Room(Protocol):
 
 
 COMMANDS: tuple[Command, ...] = (
+    Command("demo", "diagkit.demo.command", "run both engines, guarded and unguarded, and show what breaks and where"),
     Command("doctor", "diagkit.doctor", "say what will work on this machine, and what to do for the rest"),
 )
 

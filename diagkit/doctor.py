@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 from diagkit import __version__
-from diagkit.errors import UsageError
+from diagkit.errors import DiagkitError, MissingDependency, UsageError
+from diagkit.lab.simdevice import build
 
 __all__ = ["Ability", "Fact", "abilities", "add_arguments", "facts", "main"]
 
-# Capture reads torch's FSDP2 from here on; the simulated accelerator's C++ needs one release more.
+# Capture reads torch's FSDP2 from here on; the simulated accelerator has a floor of its own.
 CAPTURE_FLOOR = (2, 8)
-SIMULATOR_FLOOR = (2, 9)
 
 REPORT = ("pandas", "matplotlib", "jinja2", "rich")
 NOTEBOOK = ("jupyterlab", "ipywidgets", "itables", "nbclient")
@@ -59,6 +59,8 @@ class Ability:
         return not self.lacks
 
 
+_SIMULATION = ("torch", "C++ compiler", "Python headers", "simulator", "ranks")
+
 # name, what it is, the facts that it needs.
 _ABILITIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("traces", "open and diagnose traces that were recorded elsewhere", ("Python",)),
@@ -66,17 +68,18 @@ _ABILITIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "demo",
         "see the crash and the guard without an accelerator",
-        ("Python", "torch", "simulator's torch", "C++ compiler", "Python headers", "ranks"),
+        ("Python", *_SIMULATION),
     ),
     ("report", "tables, figures and reports", ("Python", "report packages")),
-    ("notebooks", "the notebooks", ("Python", "torch", "report packages", "notebook packages")),
+    ("notebooks", "the notebooks", ("Python", *_SIMULATION, "report packages", "notebook packages")),
     ("browser tests", "the tests that drive JupyterLab in a browser", ("notebook packages", "browser")),
 )
 
 
 def facts() -> list[Fact]:
     """Try everything once. Takes about as long as importing torch."""
-    probes: tuple[Callable[[], Iterable[Fact]], ...] = (_python, _torch, _compiler, _ranks, _packages, _browser)
+    probes: list[Callable[[], Iterable[Fact]]]
+    probes = [_python, _torch, _compiler, _simulator, _ranks, _packages, _browser]
     return [fact for probe in probes for fact in probe()]
 
 
@@ -145,7 +148,7 @@ def _python() -> Iterable[Fact]:
 
 
 def _torch() -> Iterable[Fact]:
-    install = f"pip install 'torch>={_dots(SIMULATOR_FLOOR)}' (never on a training node, which has its own)"
+    install = f"pip install 'torch>={_dots(build.OLDEST_TORCH)}' (never on a training node, which has its own)"
     try:
         import torch
     except ImportError as error:
@@ -153,21 +156,12 @@ def _torch() -> Iterable[Fact]:
         text = "not installed" if absent else f"installed, but does not import: {_first_line(error)}"
         yield Fact("torch", False, text, install)
         yield Fact("accelerator", True, "unknown without torch")
-        yield Fact("simulator's torch", False, "none", install)
         return
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdigit())
     ok = version >= CAPTURE_FLOOR
     remedy = "" if ok else f"diagkit needs torch {_dots(CAPTURE_FLOOR)} or newer: {install}"
     yield Fact("torch", ok, torch.__version__, remedy)
     yield Fact("accelerator", True, _accelerator())
-    if importlib.util.find_spec("torch_npu") is not None:
-        # Both would be PyTorch's one private-use backend, and there can only be one.
-        text = "torch_npu is installed, so no accelerator is simulated here"
-        yield Fact("simulator's torch", False, text, "use the real device")
-        return
-    ok = version >= SIMULATOR_FLOOR
-    remedy = "" if ok else f"the simulated accelerator needs torch {_dots(SIMULATOR_FLOOR)} or newer: {install}"
-    yield Fact("simulator's torch", ok, torch.__version__, remedy)
 
 
 def _accelerator() -> str:
@@ -182,32 +176,49 @@ def _accelerator() -> str:
 def _compiler() -> Iterable[Fact]:
     """Compile two lines for real: a compiler without its headers, and Python without its own, are common."""
     install = "Debian or Ubuntu: apt-get install g++ python3-dev; conda: conda install cxx-compiler"
-    name = os.environ.get("CXX", "g++")
-    path = shutil.which(name)
-    if path is None:
-        yield Fact("C++ compiler", False, f"no {name}", install)
+    try:
+        command = build.compiler()
+    except MissingDependency as error:
         there = _header().exists()
+        yield Fact("C++ compiler", False, str(error.found), install)
         yield Fact("Python headers", there, f"{'' if there else 'no '}{_header()}", "" if there else install)
         return
-    yield Fact("C++ compiler", *_compiles(path, "#include <vector>\nstd::vector<int> v;\n", install))
-    yield Fact("Python headers", *_compiles(path, "#include <Python.h>\n", install, f"-I{_header().parent}"))
+    yield Fact("C++ compiler", *_compiles(command, "#include <vector>\nstd::vector<int> v;\n", install))
+    yield Fact("Python headers", *_compiles([*command, f"-I{_header().parent}"], "#include <Python.h>\n", install))
 
 
 def _header() -> pathlib.Path:
     return pathlib.Path(sysconfig.get_paths()["include"], "Python.h")
 
 
-def _compiles(path: str, source: str, install: str, *options: str) -> tuple[bool, str, str]:
-    command = [path, "-std=c++17", "-fsyntax-only", *options, "-x", "c++", "-"]
+def _compiles(command: list[str], source: str, install: str) -> tuple[bool, str, str]:
     try:
-        result = subprocess.run(command, input=source, capture_output=True, text=True, timeout=60)
-        version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
+        line = [*command, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
+        result = subprocess.run(line, input=source, capture_output=True, text=True, timeout=60)
+        version = subprocess.run([command[0], "--version"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        return False, f"{path} does not run: {_first_line(error)}", install
+        return False, f"{command[0]} does not run: {_first_line(error)}", install
     if result.returncode:
         reason = next((line for line in result.stderr.splitlines() if "error" in line), "does not compile")
-        return False, reason, install
-    return True, options[0][2:] if options else _first_line(version), ""
+        return False, f"{command[0]}: {reason}", install
+    return True, command[1].removeprefix("-I") if command[1:] else _first_line(version), ""
+
+
+def _simulator() -> Iterable[Fact]:
+    """Whether the simulated accelerator is compiled already, and where it is or will be kept."""
+    if importlib.util.find_spec("torch_npu") is not None:
+        # Both would be PyTorch's one private-use backend, and there can only be one.
+        yield Fact("simulator", False, "torch_npu is installed, so nothing is simulated here", "use the real device")
+        return
+    try:
+        cache = build.cache_root()
+        folder = cache / build.build_key(build.torch_facts(), build.compiler())
+    except DiagkitError as error:
+        yield Fact("simulator", False, f"{error.what}: found {error.found}", error.remedy or "")
+        return
+    compiled = all((folder / f"{name}.so").exists() for name in build.LIBRARIES)
+    text = f"compiled, in {folder}" if compiled else f"not compiled yet (half a minute, once), goes to {cache}"
+    yield Fact("simulator", True, text)
 
 
 def _ranks() -> Iterable[Fact]:

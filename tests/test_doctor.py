@@ -50,12 +50,27 @@ def test_without_torch_traces_still_work_and_the_rest_says_what_it_needs() -> No
 
 
 def test_without_a_compiler_only_the_demo_is_lost(tmp_path: pathlib.Path) -> None:
-    code, told = ask("demo", PATH=str(tmp_path), CXX="g++")
+    code, told = ask("demo", PATH=str(tmp_path), CXX="")
     assert code == 1
-    assert told["C++ compiler"]["found"] == "no g++"
+    assert told["C++ compiler"]["found"] == "no c++, g++ or clang++ on the path"
     assert "apt-get install g++ python3-dev" in str(told["C++ compiler"]["remedy"])
     assert "C++ compiler" in told["demo"]["lacks"]  # type: ignore[operator]
     assert told["record"]["works"] is True
+
+
+def test_a_cache_that_cannot_be_written_is_told_with_its_name(tmp_path: pathlib.Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    code, told = ask("demo", DIAGKIT_CACHE=str(blocked / "cache"))
+    assert code == 1
+    assert str(blocked / "cache") in str(told["simulator"]["found"])
+    assert "DIAGKIT_CACHE" in str(told["simulator"]["remedy"])
+
+
+def test_an_empty_cache_is_no_fault(tmp_path: pathlib.Path, compiler: str) -> None:
+    code, told = ask("demo", DIAGKIT_CACHE=str(tmp_path))
+    assert code == 0
+    assert str(told["simulator"]["found"]).startswith("not compiled yet")
 
 
 def test_a_compiler_that_does_not_compile_is_found_out() -> None:
@@ -64,7 +79,7 @@ def test_a_compiler_that_does_not_compile_is_found_out() -> None:
         pytest.skip("no program that always fails")
     _, told = ask(CXX=false)
     assert told["C++ compiler"]["ok"] is False
-    assert told["C++ compiler"]["found"] == "does not compile"
+    assert told["C++ compiler"]["found"] == f"{false}: does not compile"
 
 
 def test_the_text_names_every_fact_and_a_remedy_for_each_that_is_missing() -> None:
