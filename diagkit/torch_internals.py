@@ -1,15 +1,18 @@
 """The one door to PyTorch's private FSDP2 and DTensor parts.
 
-Readers first, writers (for `remedy`) apart at the end. Each name that PyTorch may rename or drop is looked up here and nowhere else, and a
-reader answers None where it is gone; `unreadable` says which. Nothing here runs a tensor operation: ``_local_tensor`` is
-an attribute, while ``.data``, ``detach()`` or ``to_local()`` are operations, and on a split parameter some of them raise.
+Readers first, writers (for `remedy`) apart at the end. Each name that PyTorch may rename or drop is looked up here
+and nowhere else, and a reader answers None where it is gone; `unreadable` says which. Nothing here runs a tensor
+operation: ``_local_tensor`` is an attribute, while ``.data``, ``detach()`` or ``to_local()`` are operations, and on
+a split parameter some of them raise.
 
 Nothing is imported that the job has not imported: a process without DTensor in ``sys.modules`` has no DTensor.
-Sources: torch/distributed/fsdp/_fully_shard/_fsdp_{param,param_group,state}.py, torch/distributed/tensor/_api.py; read at 2.9.1 and 2.13.0.
+Sources: torch/distributed/fsdp/_fully_shard/_fsdp_{param,param_group,state}.py, torch/distributed/tensor/_api.py;
+read at 2.9.1 and 2.13.0.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -31,8 +34,41 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _module(name: str) -> ModuleType | None:
+def loaded(name: str) -> ModuleType | None:
+    """A module, if the job has imported it."""
     return sys.modules.get(name)
+
+
+# ---- the process
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Rank and number of ranks: of the main process group, else as the launcher says."""
+    dist = loaded("torch.distributed.distributed_c10d")
+    if dist is not None and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    try:
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return 0, 1
+
+
+def accelerator() -> tuple[str, bool]:
+    """Type of the accelerator of this process ("cpu" for none), and whether it is diagkit's simulated one."""
+    find = getattr(getattr(torch, "accelerator", None), "current_accelerator", None)
+    device = find() if find is not None else None
+    if device is None:
+        return "cpu", False
+    return device.type, bool(getattr(getattr(torch, device.type, None), "is_simulated", False))
+
+
+def accelerator_index(device: str) -> int | None:
+    """Index of the current device, None where asking would initialise it."""
+    module = getattr(torch, device, None)
+    ready = getattr(module, "is_initialized", None)
+    if device == "cpu" or ready is None or not ready():
+        return None
+    return int(module.current_device())  # type: ignore[union-attr]
 
 
 # ---- DTensor
@@ -40,7 +76,7 @@ def _module(name: str) -> ModuleType | None:
 
 def dtensor_class() -> type | None:
     """DTensor, if the process has it."""
-    module = _module("torch.distributed.tensor._api") or _module("torch.distributed.tensor")
+    module = loaded("torch.distributed.tensor._api") or loaded("torch.distributed.tensor")
     found = getattr(module, "DTensor", None)
     return found if isinstance(found, type) else None
 
@@ -78,7 +114,7 @@ def dtensor_mesh(tensor: torch.Tensor) -> Any | None:
 def promised_local_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The local shape that a DTensor's layout promises this rank, None where it cannot be told."""
     spec = getattr(tensor, "_spec", None)
-    module = _module("torch.distributed.tensor._utils")
+    module = loaded("torch.distributed.tensor._utils")
     compute = getattr(module, "compute_local_shape_and_global_offset", None)
     if spec is None or compute is None:
         return None
@@ -119,7 +155,7 @@ def mesh_backends(mesh: Any) -> str:
 
 def group_backends(group: Any = None) -> str:
     """Backends of a process group (default: the main one) by device type; "" where none is up."""
-    dist = _module("torch.distributed.distributed_c10d")
+    dist = loaded("torch.distributed.distributed_c10d")
     if dist is None or not dist.is_initialized():
         return ""
     try:
@@ -133,7 +169,7 @@ def group_backends(group: Any = None) -> str:
 
 def fsdp_module(name: str) -> ModuleType | None:
     """One of FSDP2's private modules: "_fsdp_param", "_fsdp_param_group", "_fsdp_state", "_fully_shard", "_fsdp_init"; None until the job imports it."""
-    return _module(f"{_FSDP}.{name}")
+    return loaded(f"{_FSDP}.{name}")
 
 
 def fsdp_state(module: nn.Module) -> Any | None:
@@ -196,6 +232,11 @@ def enum_name(member: Any) -> str | None:
     return name.lower() if isinstance(name, str) else None
 
 
+def group_mesh(group: Any) -> Any | None:
+    """The device mesh of a group."""
+    return getattr(getattr(group, "mesh_info", None), "mesh", None)
+
+
 def policy_of(group: Any) -> Any | None:
     """The offload policy of a group."""
     return getattr(group, "offload_policy", None)
@@ -203,7 +244,7 @@ def policy_of(group: Any) -> Any | None:
 
 def is_cpu_offload(policy: Any) -> bool:
     """Whether this is CPUOffloadPolicy (or a subclass)."""
-    module = fsdp_module("_fsdp_api") or _module("torch.distributed.fsdp")
+    module = fsdp_module("_fsdp_api") or loaded("torch.distributed.fsdp")
     cls = getattr(module, "CPUOffloadPolicy", None)
     return cls is not None and isinstance(policy, cls)
 
@@ -213,7 +254,9 @@ def lazy_init_state(state: Any) -> str:
     if getattr(state, "_is_root", None) is None:
         return "no"
     for group in state_groups(state):
-        if any(not hasattr(p, "param_dtype") for p in group_params(group)):
+        # Lazy init goes through a group's parameters in order, so the last one tells for all.
+        params = getattr(group, "fsdp_params", ())
+        if params and not hasattr(params[-1], "param_dtype"):
             return "unfinished"
     return "done"
 
@@ -237,7 +280,11 @@ def unreadable() -> list[str]:
         "_fsdp_param_group": ("FSDPParamGroup",),
     }
     missing = [
-        f"{name}.{part}" for name, parts in wanted.items() if (module := fsdp_module(name)) for part in parts if not hasattr(module, part)
+        f"{name}.{part}"
+        for name, parts in wanted.items()
+        if (module := fsdp_module(name))
+        for part in parts
+        if not hasattr(module, part)
     ]
     param = getattr(fsdp_module("_fsdp_param"), "FSDPParam", None)
     if param is not None and not hasattr(param, "reset_sharded_param"):

@@ -1,7 +1,7 @@
 """A run's ranks, read together.
 
-The last methods of `Trace` are doors for users to rooms above this one; they import at call, so that reading a trace needs
-nothing but the standard library.
+The last methods of `Trace` are doors for users to rooms above this one; they import at call, so that reading a
+trace needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Trace:
             return self.ranks[rank]
         except KeyError:
             have = ", ".join(map(str, list(self.ranks)[:16]))
-            raise TraceError("no such rank in this trace", found=rank, expected=f"one of {have}", where=self.path) from None
+            raise TraceError(
+                "no such rank in this trace", found=rank, expected=f"one of {have}", where=self.path
+            ) from None
 
     def __iter__(self) -> Iterator[RankTrace]:
         return iter(self.ranks.values())
@@ -113,7 +115,9 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
         files = [place]
     elif place.is_dir():
         # A link could lead anywhere, and traces come from strangers.
-        files = sorted(f for f in place.iterdir() if _RANK_FILE.fullmatch(f.name) and f.is_file() and not f.is_symlink())
+        files = sorted(
+            f for f in place.iterdir() if _RANK_FILE.fullmatch(f.name) and f.is_file() and not f.is_symlink()
+        )
     else:
         raise TraceError("no such file or folder", where=place, remedy="Name the folder that was given as out=")
     cache = TableCache()
@@ -141,7 +145,13 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
             remedy="Name the folder that was given as out=",
         )
     # Files of an older run in the same folder are another story; the run with most ranks, then the latest, is told.
-    run = max(runs, key=lambda name: (len(runs[name]), max((r.moments[0].time for r in runs[name].values() if r.moments), default=0.0)))
+    run = max(
+        runs,
+        key=lambda name: (
+            len(runs[name]),
+            max((r.moments[0].time for r in runs[name].values() if r.moments), default=0.0),
+        ),
+    )
     if len(runs) > 1:
         problems.append(f"files of {len(runs) - 1} other run(s) in the folder are left out")
     return Trace(runs[run], place, tuple(problems))

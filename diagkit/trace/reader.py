@@ -1,7 +1,8 @@
 """Reads one rank's trace, whatever state it is in.
 
-The rules: a damaged, unknown or absurd line costs that line and is told in ``problems``; nothing is trusted (types, ranges,
-numbers of rows); memory follows the file, never a number in it; only a path that holds no trace at all raises.
+The rules: a damaged, unknown or absurd line costs that line and is told in ``problems``; nothing is trusted (types,
+ranges, numbers of rows); memory follows the file, never a number in it; only a path that holds no trace at all
+raises.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from diagkit.trace.schema import (
     SCHEMA_VERSION,
     Cause,
     Change,
-    Failure,
     Facts,
+    Failure,
     Frame,
     Header,
     Moment,
@@ -78,9 +79,10 @@ class TableCache:
 class RankTrace:
     """What one rank left behind.
 
-    ``rows``, ``facts`` (number -> record, None for 0), ``moments``, ``phases`` (ordinal -> phase, 0 is "outside any phase"), ``local_shapes`` (row id ->
-    shape on this rank), ``troubles`` (faults the recorder told of), ``problems`` (what could not be read), ``ended`` (the reason
-    of the closing line, None for a trace that was cut off).
+    ``rows``, ``facts`` (number -> record, None for 0), ``moments``, ``phases`` (ordinal -> phase, 0 is "outside any
+    phase"), ``local_shapes`` (row id -> shape on this rank), ``troubles`` (faults the recorder told of),
+    ``problems`` (what could not be read), ``ended`` (the reason of the closing line, None for a trace that was cut
+    off).
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -235,8 +237,8 @@ class _Builder:
         known = _TABLE_HASH.search(line, 0, 400)
         if known and (rows := self.cache.rows.get(known[1])) is not None and rows[0].id == len(self.trace.rows):
             self.trace.rows.extend(rows)
-            seq = re.search(rb'"seq":(\d{1,15})', line[:100])
-            return int(seq[1]) if seq else 0
+            number = re.search(rb'"seq":(\d{1,15})', line[:100])
+            return int(number[1]) if number else 0
         event = json.loads(line)
         if not isinstance(event, dict):
             raise Malformed(f"expected an object, found {type(event).__name__}")
@@ -265,14 +267,20 @@ class _Builder:
             elif isinstance(f.default, bool):
                 value = value is True
             elif isinstance(f.default, int):
-                value = value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else f.default
+                value = (
+                    value
+                    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+                    else f.default
+                )
             elif isinstance(f.default, str):
                 value = value if isinstance(value, str) else f.default
             else:
                 value = value if value is None or isinstance(value, int) else None
             values[name] = value
         if values["schema"] != SCHEMA_VERSION:
-            self.trace._problem(f"schema {values['schema']}, this diagkit reads {SCHEMA_VERSION}: what it does not know is left out")
+            self.trace._problem(
+                f"schema {values['schema']}, this diagkit reads {SCHEMA_VERSION}: what it does not know is left out"
+            )
         self.trace.header = Header(**values)
 
     def on_table(self, event: Mapping[str, Any]) -> None:
@@ -289,10 +297,20 @@ class _Builder:
         parts = _list(event, "parts", [""] * count)
         owners = _list(event, "of", [None] * count)
         shapes = _expand(event.get("shapes"), count)
-        if not len(parts) == len(owners) == len(shapes) == count or not all(isinstance(n, str) for n in (*names, *parts)):
+        if not len(parts) == len(owners) == len(shapes) == count or not all(
+            isinstance(n, str) for n in (*names, *parts)
+        ):
             raise Malformed("a table whose columns do not fit each other")
         new = [
-            Row(base + i, kind, model, names[i], parts[i], shapes[i], owners[i] if isinstance(owners[i], int) and 0 <= owners[i] < base else None)
+            Row(
+                base + i,
+                kind,
+                model,
+                names[i],
+                parts[i],
+                shapes[i],
+                owners[i] if isinstance(owners[i], int) and 0 <= owners[i] < base else None,
+            )
             for i in range(count)
         ]
         digest = event.get("hash")

@@ -2,11 +2,14 @@
 
 Plain data, standard library only, no torch. Three ideas carry the format:
 
-* **Rows.** Everything watched (parameter, buffer, gradient, optimizer state, exported tensor, FSDP group, optimizer, engine) is a
+* **Rows.** Everything watched (parameter, buffer, gradient, optimizer state, exported tensor, FSDP group,
+  optimizer, engine) is a
   row, named once in a table that is the same on every rank.
-* **Facts.** What is true of a row at one moment is one small frozen record. Equal records are written once and get a number;
+* **Facts.** What is true of a row at one moment is one small frozen record. Equal records are written once and get
+  a number;
   number 0 means that the row does not exist at that moment (a gradient that is None, say).
-* **Moments.** A moment lists which rows changed to which facts since the moment before, so that its size follows what changed.
+* **Moments.** A moment lists which rows changed to which facts since the moment before, so that its size follows
+  what changed.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ def device_type(device: str | None) -> str | None:
 class Residency:
     """Where one tensor lives, by its metadata and by its bytes.
 
-    ``None`` means "does not apply" (``aliased`` of a buffer) or, for ``storage_device``, "not readable", with the reason in
+    ``None`` means "does not apply" (``aliased`` of a buffer) or, for ``storage_device``, "not readable", with the
+    reason in
     ``unreadable``. Pointers are not part of it: whether a storage was exchanged is the row's storage generation.
     """
 
@@ -73,7 +77,9 @@ class Residency:
     registered: bool | None = None  # the module's slot holds the very parameter that FSDP2 gathers and trains
     sharded_state: str | None = None  # "sharded", "sharded_post_forward", "unsharded"
     # Only where it is so:
-    shares: str | None = None  # "tie": same storage as an earlier row; "parameter": an export or gradient on its parameter's storage
+    shares: str | None = (
+        None  # "tie": same storage as an earlier row; "parameter": an export or gradient on its parameter's storage
+    )
     unreadable: str | None = None
 
     tag: ClassVar[str] = "tensor"
@@ -166,7 +172,7 @@ def facts_from_json(data: Mapping[str, Any]) -> Facts:
     Raises:
         ValueError: unknown tag, missing field, or a value that is no text, number, truth value or null.
     """
-    cls = FACT_TYPES.get(data.get("is", ""))  # type: ignore[arg-type]
+    cls = FACT_TYPES.get(data.get("is", ""))
     if cls is None:
         raise ValueError(f"unknown kind of facts {data.get('is')!r}; expected one of {', '.join(FACT_TYPES)}")
     known: dict[str, Any] = {}
@@ -226,8 +232,9 @@ class Frame:
 class Cause:
     """Which call did it.
 
-    ``frame`` is the innermost line outside torch and diagkit: the culprit. ``chain`` reads from the operation to the torch
-    internals: ``("FSDPEngine.save_checkpoint", "load_model_to_device", "Module.to", "FSDPParam.reset_sharded_param")``.
+    ``frame`` is the innermost line outside torch and diagkit: the culprit. ``chain`` reads from the operation to
+    the torch internals: ``("FSDPEngine.save_checkpoint", "load_model_to_device", "Module.to",
+    "FSDPParam.reset_sharded_param")``.
     ``stack`` holds every frame outside torch, outermost first.
     """
 
@@ -274,7 +281,9 @@ class Phase:
     enter: int | None = None  # index of its moments
     exit: int | None = None
     failed: bool = False
-    calls: dict[str, int] = field(default_factory=dict)  # observed calls inside, by name, also those that changed nothing
+    calls: dict[str, int] = field(
+        default_factory=dict
+    )  # observed calls inside, by name, also those that changed nothing
 
 
 @dataclass(slots=True)

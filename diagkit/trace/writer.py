@@ -1,19 +1,21 @@
 """Writes one rank's trace: append-only, one JSON event a line, each handed to the kernel as it happens.
 
-The rules: no exception leaves this module after construction; nothing is buffered, so that a killed process loses at most its last line;
-a write that fails is counted, warned about once, and told in the trace as soon as the trace can be written again. The
-public generator of traces (for tests, and for tools that want to write this format) is this class, used without torch.
+The rules: no exception leaves this module after construction; nothing is buffered, so that a killed process loses
+at most its last line; a write that fails is counted, warned about once, and told in the trace as soon as the trace
+can be written again. The public generator of traces (for tests, and for tools that want to write this format) is
+this class, used without torch.
 
-Events, beside ``ev``, ``seq`` (counts every event of the file), ``t`` (wall seconds), ``m`` (monotonic seconds), ``ph`` (ordinal of the
-phase, 0 outside):
+Events, beside ``ev``, ``seq`` (counts every event of the file), ``t`` (wall seconds), ``m`` (monotonic seconds),
+``ph`` (ordinal of the phase, 0 outside):
 
 ``header``   the fields of `schema.Header`; always the first line
-``table``    ``hash base model kind names parts of shapes``: rows ``base ...``; the hash comes first, so that a reader of many ranks parses equal
+``table``    ``hash base model kind names parts of shapes``: rows ``base ...``; the hash comes first, so that a
+reader of many ranks parses equal
              tables once; ``parts`` is absent where all are empty, ``of`` and ``shapes`` where all are null
 ``local``    ``base shapes runs``: this rank's local shapes of rows ``base ...``, as run lengths over distinct shapes
 ``moment``   ``kind label d`` and, where they apply, ``key facts cause causes failure phase calls``: ``d`` is flat,
-             ``gap count facts exchanged`` per run of rows, where gap counts from the end of the run before; ``facts`` and ``causes`` define the
-             numbers used from here on; ``phase`` names the phase that begins
+             ``gap count facts exchanged`` per run of rows, where gap counts from the end of the run before;
+             ``facts`` and ``causes`` define the numbers used from here on; ``phase`` names the phase that begins
 ``trouble``  ``where error``: a fault of the recorder's own, or writes that were lost
 ``end``      ``reason``: closed in order
 """
@@ -32,9 +34,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from diagkit.errors import TraceError
-from diagkit.trace.schema import Cause, Change, Failure, Facts, Header, Row, facts_to_json
+from diagkit.trace.schema import Cause, Change, Facts, Failure, Header, Row, facts_to_json
 
-#: A whole state is written in place of a difference every so many moments, so that a damaged line costs a reader little.
+#: A whole state is written in place of a difference every so many moments, so that a damaged line costs a reader
+#: little.
 KEY_EVERY = 64
 #: Bytes of text kept of an exception's message.
 MESSAGE_LIMIT = 2000
@@ -55,7 +58,12 @@ def open_folder(folder: str | os.PathLike[str]) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TraceError("cannot write a trace", found=error.strerror or error, where=path, remedy="Name a folder that can be written") from error
+        raise TraceError(
+            "cannot write a trace",
+            found=error.strerror or error,
+            where=path,
+            remedy="Name a folder that can be written",
+        ) from error
     return path
 
 
@@ -148,7 +156,17 @@ class TraceWriter:
         try:
             return cls(FileSink(path), header)
         except OSError as error:
-            raise TraceError("cannot write a trace", found=error.strerror or error, where=path, remedy="Name a folder that can be written") from error
+            raise TraceError(
+                "cannot write a trace",
+                found=error.strerror or error,
+                where=path,
+                remedy="Name a folder that can be written",
+            ) from error
+
+    @property
+    def lines(self) -> list[bytes]:
+        """What a `MemorySink` keeps; empty for any other."""
+        return self._sink.lines if isinstance(self._sink, MemorySink) else []
 
     def fact_id(self, facts: Facts) -> int:
         """The number of these facts; new ones are defined by the next moment that is written."""
@@ -159,7 +177,9 @@ class TraceWriter:
             self._new_facts[number] = facts
         return number
 
-    def table(self, rows: Sequence[Row], local_shapes: Sequence[tuple[int, ...] | None] | None = None, phase: int = 0) -> None:
+    def table(
+        self, rows: Sequence[Row], local_shapes: Sequence[tuple[int, ...] | None] | None = None, phase: int = 0
+    ) -> None:
         """Names rows; their ids must go on where the last table ended. All of one table share kind and model."""
         if not rows:
             return
@@ -248,11 +268,20 @@ class TraceWriter:
             return
         if self._lost:
             lost, self._lost = self._lost, 0
-            self._emit("trouble", phase, {"where": "writer", "error": f"{lost} events before this one could not be written"})
+            self._emit(
+                "trouble", phase, {"where": "writer", "error": f"{lost} events before this one could not be written"}
+            )
             if self._lost:  # still not writable: this event is lost too
                 self._lost += lost
                 return
-        event = {"ev": ev, "seq": self._seq, "t": round(time.time(), 6), "m": round(time.monotonic(), 6), "ph": phase, **body}
+        event = {
+            "ev": ev,
+            "seq": self._seq,
+            "t": round(time.time(), 6),
+            "m": round(time.monotonic(), 6),
+            "ph": phase,
+            **body,
+        }
         self._seq += 1
         try:
             self._sink.write(_dump(event) + b"\n")
@@ -261,7 +290,11 @@ class TraceWriter:
             if not self._warned:
                 self._warned = True
                 with contextlib.suppress(Exception):  # a warning turned into an error must not reach the job either
-                    warnings.warn(f"diagkit cannot write its trace ({error}); the job goes on, the trace has a gap", RuntimeWarning, stacklevel=2)
+                    warnings.warn(
+                        f"diagkit cannot write its trace ({error}); the job goes on, the trace has a gap",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
 
     def _sync(self) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -1,0 +1,63 @@
+"""What runs inside a training process: standard library and the torch that is there, nothing else.
+
+`record` watches a block of code, `snapshot` looks once. Both leave the watched objects exactly as they found them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from diagkit.capture.recorder import Recorder, start
+from diagkit.capture.residency import residency
+from diagkit.trace.reader import RankTrace, read_rank
+
+__all__ = ["Recorder", "record", "residency", "snapshot", "start"]
+
+
+@contextlib.contextmanager
+def record(
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Any = None,
+    *,
+    out: str | os.PathLike[str],
+    detail: str = "transitions",
+    engine: object | None = None,
+    job: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Iterator[Recorder]:
+    """Records where every tensor of the model and optimizer lives while the block runs; one file a rank in the
+    folder ``out``.
+
+    Several models are told apart by ``{"actor": actor, "ref": ref}``. ``detail``: ``"phases"`` looks at the edges
+    of phases alone, ``"transitions"`` also at every observed call that moves something, ``"full"`` also at unshard
+    and reshard, gradients and device copies.
+
+    Raises:
+        UsageError: an unknown detail.
+        TraceError: the folder cannot be written, or holds a trace already (``overwrite=True`` replaces it).
+
+    Example::
+
+        with dk.record(model, optimizer, out="runs/a") as rec:
+            with rec.phase("save"):
+                engine.save_checkpoint(path)
+    """
+    recorder = start(model, optimizer, out=out, detail=detail, engine=engine, job=job, overwrite=overwrite)
+    try:
+        yield recorder
+    finally:
+        recorder.close()
+
+
+def snapshot(
+    model: nn.Module | Mapping[str, nn.Module], optimizer: Any = None, engine: object | None = None
+) -> RankTrace:
+    """One look at a live model, as a trace of one moment; nothing is patched and no file is written."""
+    recorder = start(model, optimizer, out=None, detail="phases", engine=engine)
+    recorder.close()
+    return read_rank(recorder.lines)

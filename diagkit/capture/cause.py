@@ -1,0 +1,145 @@
+"""Turns frames into a cause: which line of whose code, through which calls.
+
+Frames are read by their code objects alone. Their locals are never touched: until Python 3.13 reading them keeps
+every local alive for as long as the frame runs.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from types import CodeType, FrameType, TracebackType
+
+import torch
+
+from diagkit.trace.schema import Cause, Frame
+
+#: Frames looked at, and frames kept, at most.
+DEPTH = 400
+KEPT = 24
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), name)
+    for name in ("capture" + os.sep, "remedy" + os.sep, "live.py", "auto.py")
+)
+_STDLIB = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib")})
+_SITE = tuple({sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib")})
+_MACHINERY = tuple(
+    site + name + os.sep
+    for site in _SITE
+    for name in ("IPython", "ipykernel", "traitlets", "tornado", "_pytest", "pluggy", "ipyparallel")
+)
+_kinds: dict[str, str] = {}
+
+
+def kind_of(file: str) -> str:
+    """ "torch", "ours" (diagkit's observers), "machinery" (interpreter, standard library, notebook kernel), or "user"."""
+    known = _kinds.get(file)
+    if known is None:
+        path = os.path.abspath(file) if not file.startswith("<") else file
+        if path.startswith(_TORCH):
+            known = "torch"
+        elif path.startswith(_OURS):
+            known = "ours"
+        elif (
+            path.startswith(_MACHINERY)
+            or path.startswith("<frozen")
+            or (path.startswith(_STDLIB) and not path.startswith(_SITE))
+        ):
+            known = "machinery"
+        else:
+            known = "user"
+        _kinds[file] = known
+    return known
+
+
+def from_stack(operation: str, nested: list[str], target: str, base: int) -> Cause:
+    """The cause of an observed call that is on the stack now. ``base`` is the id of the frame that began the phase, 0 for none."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[tuple[CodeType, int, bool]] = []
+    inside = True
+    for _ in range(DEPTH):
+        if frame is None:
+            break
+        if id(frame) == base:
+            inside = False
+        found.append((frame.f_code, frame.f_lineno, inside))
+        frame = frame.f_back
+    found.reverse()
+    return _cause(operation, nested, target, found, known_base=base != 0)
+
+
+def from_traceback(operation: str, traceback: TracebackType | None, target: str = "") -> Cause:
+    """The cause of an exception that reached a phase: its traceback, the phase's own frame left out of the chain."""
+    found = [(code, line, n > 0) for n, (code, line) in enumerate(_traceback_frames(traceback))]
+    return _cause(operation, [], target, found, known_base=True)
+
+
+def _traceback_frames(traceback: TracebackType | None) -> Iterator[tuple[CodeType, int]]:
+    for _ in range(DEPTH):
+        if traceback is None:
+            return
+        yield traceback.tb_frame.f_code, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+def _cause(
+    operation: str, nested: list[str], target: str, found: list[tuple[CodeType, int, bool]], known_base: bool
+) -> Cause:
+    """``found``: code, line and whether inside the phase, outermost first."""
+    stack: list[Frame] = []
+    chain: list[str] = []
+    culprit: tuple[CodeType, int] | None = None
+    torch_calls: list[str] = []
+    for code, line, inside in found:
+        kind = kind_of(code.co_filename)
+        if kind == "user":
+            culprit = (code, line)
+            torch_calls = []
+            if code.co_name != "<module>" and (inside or not known_base):
+                chain.append(_name(code))
+            stack.append(_frame(code, line))
+        elif kind == "torch" and not _plumbing(code.co_name):
+            torch_calls.append(_name(code))
+    calls = [call for n, call in enumerate(torch_calls) if call not in torch_calls[:n]]
+    # `Module.to` says more than the `_apply` that it calls; a bare `_apply` is named itself.
+    last = [] if calls and operation.endswith("._apply") else [operation]
+    full = [
+        *chain[-12:],
+        *calls[:6],
+        *(name for name in last if name not in calls),
+        *(name for name in nested if not name.endswith("._apply")),
+    ]
+    return Cause(
+        operation=operation,
+        chain=tuple(full),
+        frame=None if culprit is None else _frame(*culprit),
+        stack=tuple(stack[-KEPT:]),
+        target=target,
+    )
+
+
+def _plumbing(name: str) -> bool:
+    """Functions of torch that carry a call on and say nothing to its user: private ones and decorators' wrappers."""
+    return (name.startswith(("_", "<")) and not name.startswith("__")) or name in (
+        "inner",
+        "wrapper",
+        "wrapped",
+        "decorate_context",
+    )
+
+
+def _frame(code: CodeType, line: int) -> Frame:
+    return Frame(code.co_filename, line, _name(code), linecache.getline(code.co_filename, line).strip()[:200])
+
+
+def _name(code: CodeType) -> str:
+    name: str = getattr(code, "co_qualname", code.co_name)  # co_qualname: Python 3.11
+    name = name.rpartition("<locals>.")[2]
+    if "." not in name and code.co_filename.endswith(os.path.join("nn", "modules", "module.py")):
+        return f"Module.{name}"
+    return name

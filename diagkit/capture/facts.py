@@ -1,0 +1,144 @@
+"""Reads what is true of FSDP2 groups, optimizers and engines: everything but tensors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from diagkit import torch_internals as internals
+from diagkit.trace.schema import EngineFacts, GroupFacts, OptimizerFacts
+
+#: An engine's own flags, as verl's engines name them.
+ENGINE_FLAGS = {
+    "uses_policy_flag": "_uses_fsdp2_cpu_offload_policy",
+    "offload_param": "_is_offload_param",
+    "offload_optimizer": "_is_offload_optimizer",
+}
+
+
+@dataclass(slots=True)
+class GroupWatch:
+    """One FSDP2 parameter group; what never changes of it is read once. A root without parameters of its own has no group."""
+
+    state: weakref.ref[Any]
+    group: weakref.ref[Any] | None
+    fixed: dict[str, Any] | None = None
+    last: tuple[Any, ...] | None = None
+    facts: GroupFacts | None = None
+
+    def read(self) -> GroupFacts | None:
+        """The group's facts now, None when it is gone. Never raises."""
+        state = self.state()
+        group = None if self.group is None else self.group()
+        if state is None or (group is None and self.group is not None):
+            return None
+        try:
+            now = (
+                None if group is None else internals.enum_name(group._sharded_state),
+                internals.enum_name((group or state)._training_state),
+                state._is_root,
+                internals.lazy_init_state(state),
+                internals.backward_pending(state),
+                internals.backward_running(),
+            )
+            if now != self.last or self.facts is None:
+                if self.fixed is None:
+                    self.fixed = {} if group is None else _fixed(group)
+                sharded, training, root, lazy, pending, running = now
+                self.facts = GroupFacts(
+                    **self.fixed,
+                    sharded_state=sharded,
+                    training_state=training,
+                    root=root,
+                    lazy_init=lazy,
+                    backward_pending=pending,
+                    backward_running=running,
+                )
+                self.last = now
+        except Exception as error:
+            return GroupFacts(unreadable=f"{type(error).__name__}: {error}, on torch {torch.__version__}"[:200])
+        return self.facts
+
+
+def _fixed(group: Any) -> dict[str, Any]:
+    policy = internals.policy_of(group)
+    offload = internals.is_cpu_offload(policy)
+    mesh = internals.group_mesh(group)
+    return {
+        "offload": offload,
+        "pin_memory": offload and bool(getattr(policy, "pin_memory", False)),
+        "policy": type(policy).__name__,
+        "policy_flags": _policy_flags(policy),
+        "device": str(group.device),
+        "mesh": internals.mesh_text(mesh),
+        "mesh_device": internals.mesh_device(mesh),
+        "mesh_size": internals.mesh_size(mesh),
+        "backends": internals.mesh_backends(mesh),
+        "parameters": len(internals.group_params(group)),
+    }
+
+
+def _policy_flags(policy: object) -> str:
+    """Fields beyond those of torch 2.13, as text."""
+    if not is_dataclass(policy):
+        return ""
+    return ", ".join(f"{f.name}={getattr(policy, f.name)!r}" for f in fields(policy) if f.name != "pin_memory")[:200]
+
+
+@dataclass(slots=True)
+class OptimizerWatch:
+    """One optimizer."""
+
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    known: int = -1  # entries of its state when rows were last made
+
+    def read(self, live: Iterable[torch.Tensor]) -> OptimizerFacts | None:
+        """Its facts against the live parameters of the watched models; None when it is gone."""
+        optimizer = self.optimizer()
+        if optimizer is None:
+            return None
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trainable: set[int] = set()
+        alive: set[int] = set()
+        for p in live:
+            alive.add(id(p))
+            if p.requires_grad:
+                trainable.add(id(p))
+        options = optimizer.defaults
+        foreach = options.get("foreach")
+        return OptimizerFacts(
+            type=type(optimizer).__name__,
+            parameters=len(held),
+            dead=len(held - alive),
+            missing=len(trainable - held),
+            fused=bool(options.get("fused")),
+            foreach=foreach if isinstance(foreach, bool) else None,
+            capturable=bool(options.get("capturable")),
+        )
+
+
+def engine_facts(engine: object) -> EngineFacts:
+    """The engine's own offload flags as text, "missing" where it has none."""
+    values = {name: str(getattr(engine, attribute, "missing"))[:40] for name, attribute in ENGINE_FLAGS.items()}
+    return EngineFacts(
+        type=type(engine).__name__,
+        reads_policy_flag=_reads(engine.__class__, ENGINE_FLAGS["uses_policy_flag"]),
+        **values,
+    )
+
+
+@functools.cache
+def _reads(cls: type[Any], name: str) -> bool:
+    """Whether a method of the class names this attribute, plainly or as the text given to ``getattr``."""
+    for owner in cls.__mro__:
+        for method in vars(owner).values():
+            code = getattr(inspect.unwrap(method) if callable(method) else method, "__code__", None)
+            if code is not None and (name in code.co_names or name in code.co_consts):
+                return True
+    return False

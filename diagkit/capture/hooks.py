@@ -1,0 +1,306 @@
+"""What is observed in PyTorch, and how it is put in and taken out.
+
+One set of patches serves all recorders. An observed call goes to the original with the same arguments and its
+result or exception comes back untouched; listeners are told before and after. Inner observed calls are noted by
+name in the outermost one, so that one cause has one moment. Every listener is called behind a shield: our faults
+end in its trace, never in the job.
+
+`uninstall` puts the identical object back where ours is still on top. Where someone wrapped ours meanwhile, theirs
+stays, ours becomes a plain pass-through inside it, and a later `install` wakes it instead of wrapping twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from diagkit import torch_internals as internals
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One observed call."""
+
+    name: str  # as people say it: "Module.state_dict"
+    scope: str  # what it can change: "model", "states", "structure", "nothing"
+    notable: bool = True  # a moment even when nothing changed; otherwise only when something did
+
+
+@dataclass(slots=True)
+class Call:
+    """One observed call under way in this thread."""
+
+    operation: Operation
+    subject: object  # what it was called on
+    nested: list[str] = field(default_factory=list)
+
+
+class Listener(Protocol):
+    """A recorder."""
+
+    def wants(self, operation: Operation, subject: object) -> bool: ...
+
+    def before(self, call: Call) -> None: ...
+
+    def after(self, call: Call) -> None: ...
+
+    def failed(self, call: Call, error: BaseException) -> None: ...
+
+    def registered(self, module: nn.Module) -> None: ...
+
+    def trouble(self, where: str, error: BaseException) -> None: ...
+
+
+_listeners: tuple[Listener, ...] = ()
+_lock = threading.RLock()
+_here = threading.local()
+
+
+def add(listener: Listener) -> None:
+    """Puts the patches in, if they are not, and tells the listener from now on."""
+    global _listeners
+    with _lock:
+        if listener not in _listeners:
+            _listeners = (*_listeners, listener)
+        install()
+
+
+def remove(listener: Listener) -> None:
+    """Tells the listener no more; the last one to go takes the patches out. A second time is harmless."""
+    global _listeners
+    with _lock:
+        _listeners = tuple(other for other in _listeners if other is not listener)
+        if not _listeners:
+            uninstall()
+
+
+def tell(listener: Listener, method: str, *args: Any) -> Any:
+    """Calls a listener's method behind the shield; None where it failed."""
+    try:
+        return getattr(listener, method)(*args)
+    except Exception as error:
+        try:
+            listener.trouble(f"{method} {args[0].operation.name if isinstance(args[0], Call) else ''}".strip(), error)
+        except Exception:  # the trace itself is gone: there is nobody left to tell
+            pass
+        return None
+
+
+# ---- the patches
+
+
+class Patch:
+    """One attribute of one class or module, replaced by a wrapper that tells the listeners."""
+
+    def __init__(self, owner: Any, name: str, operation: Operation, quick: Callable[..., bool] | None = None) -> None:
+        self.owner = owner
+        self.name = name
+        self.operation = operation
+        self.original: Any = None
+        self.wrapper: Any = None
+        self.awake = False
+        self._quick = quick  # true for calls that are not worth telling, asked first
+
+    def put_in(self) -> None:
+        current = vars(self.owner).get(self.name)
+        if current is None:
+            return
+        if self.wrapper is None or current is not self.wrapper:
+            if self.wrapper is not None and _wraps(current, self.wrapper):
+                self.awake = True  # buried in somebody's wrapper since last time
+                return
+            self.original = current
+            self.wrapper = self._wrap(current)
+            setattr(self.owner, self.name, self.wrapper)
+        self.awake = True
+
+    def take_out(self) -> None:
+        self.awake = False
+        if self.wrapper is not None and vars(self.owner).get(self.name) is self.wrapper:
+            setattr(self.owner, self.name, self.original)
+            self.wrapper = self.original = None
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        patch, operation, quick = self, self.operation, self._quick
+
+        @functools.wraps(original)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if not patch.awake or (quick is not None and quick(*args)):
+                return original(*args, **kwargs)
+            outer: Call | None = getattr(_here, "call", None)
+            if outer is not None:
+                if (
+                    operation.name not in outer.nested
+                    and operation.name != outer.operation.name
+                    and len(outer.nested) < 16
+                ):
+                    outer.nested.append(operation.name)
+                return original(*args, **kwargs)
+            call = Call(operation, args[0] if args else None)
+            told = [listener for listener in _listeners if tell(listener, "wants", operation, call.subject)]
+            if not told:
+                return original(*args, **kwargs)
+            for listener in told:
+                tell(listener, "before", call)
+            _here.call = call
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                _here.call = None
+                for listener in told:
+                    tell(listener, "failed", call, error)
+                raise
+            _here.call = None
+            for listener in told:
+                tell(listener, "after", call)
+            return result
+
+        return observed
+
+
+def _wraps(outer: Any, inner: Any) -> bool:
+    """Whether the object, a wrapper by convention, leads to the inner one."""
+    for _ in range(20):
+        outer = getattr(outer, "__wrapped__", None)
+        if outer is None:
+            return False
+        if outer is inner:
+            return True
+    return False
+
+
+def _initialised(state: Any, *_: Any) -> bool:
+    """Lazy init is called at every forward of every FSDP module and returns at once after the first."""
+    return getattr(state, "_is_root", None) is not None
+
+
+APPLY = Operation("Module._apply", "model")
+RESET = Operation("FSDPParam.reset_sharded_param", "model", notable=False)
+BACKWARD_END = Operation("backward end", "nothing", notable=False)
+STEP = Operation("Optimizer.step", "states", notable=False)
+SHARD = Operation("fully_shard", "structure", notable=False)
+
+#: Where the job has not imported the module yet there is nothing to observe in it; `refresh` looks again.
+_PLACES: tuple[tuple[str, str, str, Operation, Callable[..., bool] | None], ...] = (
+    ("torch.nn.modules.module", "Module", "_apply", APPLY, None),
+    ("torch.nn.modules.module", "Module", "state_dict", Operation("Module.state_dict", "model"), None),
+    ("torch.nn.modules.module", "Module", "load_state_dict", Operation("Module.load_state_dict", "model"), None),
+    ("torch.optim.optimizer", "Optimizer", "state_dict", Operation("Optimizer.state_dict", "states"), None),
+    ("torch.optim.optimizer", "Optimizer", "load_state_dict", Operation("Optimizer.load_state_dict", "states"), None),
+    ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule", "_apply", APPLY, None),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "reset_sharded_param", RESET, None),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup", "__init__", SHARD, None),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_state",
+        "FSDPState",
+        "_lazy_init",
+        Operation("first forward", "model"),
+        _initialised,
+    ),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_state",
+        "FSDPState",
+        "_root_post_backward_final_callback",
+        BACKWARD_END,
+        None,
+    ),
+    # The public functions call these by name, also where they were imported by name before.
+    (
+        "torch.distributed.checkpoint.state_dict",
+        "",
+        "_get_model_state_dict",
+        Operation("get_model_state_dict", "model"),
+        None,
+    ),
+    (
+        "torch.distributed.checkpoint.state_dict",
+        "",
+        "_get_optim_state_dict",
+        Operation("get_optimizer_state_dict", "states"),
+        None,
+    ),
+    (
+        "torch.distributed.checkpoint.state_dict",
+        "",
+        "_load_model_state_dict",
+        Operation("set_model_state_dict", "model"),
+        None,
+    ),
+    (
+        "torch.distributed.checkpoint.state_dict",
+        "",
+        "_load_optim_state_dict",
+        Operation("set_optimizer_state_dict", "states"),
+        None,
+    ),
+    (
+        "torch.distributed.checkpoint.state_dict_saver",
+        "",
+        "_save_state_dict",
+        Operation("dcp.save", "everything"),
+        None,
+    ),
+    (
+        "torch.distributed.checkpoint.state_dict_loader",
+        "",
+        "_load_state_dict",
+        Operation("dcp.load", "everything"),
+        None,
+    ),
+)
+_patches: dict[tuple[str, str, str], Patch] = {}
+_handles: list[Any] = []
+
+
+def install() -> None:
+    """Puts every patch in whose module the job has imported. Safe when called again."""
+    with _lock:
+        for module_name, class_name, name, operation, quick in _PLACES:
+            owner: Any = internals.loaded(module_name)
+            if owner is not None and class_name:
+                owner = getattr(owner, class_name, None)
+            if owner is None:
+                continue
+            key = (module_name, class_name, name)
+            patch = _patches.setdefault(key, Patch(owner, name, operation, quick))
+            patch.put_in()
+        if not _handles:
+            from torch.nn.modules import module as modules
+            from torch.optim import optimizer as optimizers
+
+            _handles.append(optimizers.register_optimizer_step_post_hook(_stepped))
+            for register in (
+                modules.register_module_module_registration_hook,
+                modules.register_module_parameter_registration_hook,
+                modules.register_module_buffer_registration_hook,
+            ):
+                _handles.append(register(_registered))
+
+
+def uninstall() -> None:
+    """Takes every patch out that is still on top, and sends the others to sleep."""
+    with _lock:
+        for patch in _patches.values():
+            patch.take_out()
+        while _handles:
+            _handles.pop().remove()
+
+
+def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(_here, "call", None) is not None:
+        return
+    call = Call(STEP, optimizer)
+    for listener in _listeners:
+        if tell(listener, "wants", STEP, optimizer):
+            tell(listener, "after", call)
+
+
+def _registered(module: nn.Module, name: str, value: Any) -> None:
+    for listener in _listeners:
+        tell(listener, "registered", module)

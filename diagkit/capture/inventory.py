@@ -1,0 +1,481 @@
+"""What is watched: models, their gradients, optimizers, engines; and what changed since last time.
+
+Nothing watched is kept alive. Modules, FSDP2's records and optimizers are held by weak references; tensors not even
+so, because PyTorch refuses to swap a tensor that has a weak reference (`torch.utils.swap_tensors`, which
+``model.to()`` uses for DTensors): they are looked up in their module's slot every time. A storage is known by the
+address of its C++ object, which a `StorageWeakRef` keeps from being used again while the bytes themselves are free
+to go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from diagkit import torch_internals as internals
+from diagkit.capture.facts import GroupWatch, OptimizerWatch, engine_facts
+from diagkit.capture.residency import Key, decode, quiet, read, read_managed
+from diagkit.trace.schema import (
+    ABSENT,
+    BUFFER,
+    ENGINE,
+    EXPORT,
+    GRADIENT,
+    GROUP,
+    OPTIMIZER,
+    OPTIMIZER_STATE,
+    PARAMETER,
+    TENSOR_KINDS,
+    Change,
+    Facts,
+    Row,
+)
+
+#: Kinds of row read at each occasion.
+EVERYTHING = frozenset((PARAMETER, BUFFER, GRADIENT, OPTIMIZER_STATE, EXPORT, GROUP, OPTIMIZER, ENGINE))
+MODEL = frozenset((PARAMETER, BUFFER, GRADIENT, GROUP))
+STATES = frozenset((OPTIMIZER_STATE, OPTIMIZER))
+
+Shape = tuple[int, ...] | None
+_GONE: tuple[None, int] = (None, 0)
+
+
+class Slot:
+    """One place in a module that holds a parameter or buffer."""
+
+    __slots__ = ("managed", "module", "name", "tie")
+
+    def __init__(self, module: weakref.ref[nn.Module], name: str, managed: weakref.ref[Any] | None, tie: bool) -> None:
+        self.module = module
+        self.name = name
+        self.managed = managed  # FSDP2's record of the parameter
+        self.tie = tie  # an earlier slot holds the same tensor
+
+    def tensor(self) -> torch.Tensor | None:
+        """The parameter that is trained (FSDP2's sharded one, also while the slot holds the gathered one), or what the slot holds."""
+        if self.managed is not None and (record := self.managed()) is not None:
+            return record.sharded_param  # type: ignore[no-any-return]
+        module = self.module()
+        if module is None:
+            return None
+        found = module._parameters.get(self.name)
+        return module._buffers.get(self.name) if found is None else found
+
+
+@dataclass(slots=True)
+class Model:
+    """One watched model: its label and root, and the names of its modules by id."""
+
+    label: str
+    root: weakref.ref[nn.Module]
+    names: dict[int, str]
+
+
+class Inventory:
+    """All rows, what stands behind each, and its last reading.
+
+    ``define(rows, local_shapes)`` is called with every new block of rows before it is used; ``number(facts)`` gives
+    the trace's number of a record.
+    """
+
+    def __init__(self, define: Callable[[list[Row], list[Shape]], None], number: Callable[[Facts], int]) -> None:
+        self._define = define
+        self._number = number
+        self.rows: list[Row] = []
+        self.models: list[Model] = []
+        self.dirty = False  # a module, parameter or FSDP group was added somewhere: look again before the next reading
+        self._blocks: list[tuple[str, range]] = []
+        self._entries: list[Any] = []
+        self._keys: list[Any] = []
+        self._numbers: list[int] = []
+        self._storages: list[int] = []
+        self._held: list[StorageWeakRef | None] = []
+        self._known: dict[Any, int] = {}  # key -> number of its record
+        self._index: dict[tuple[str, str, str, str], int] = {}  # kind, model, name, part -> row
+        self._optimizers: list[OptimizerWatch] = []
+        self._words: dict[Any, str] = {}  # ShardedState -> word
+        self._exported: set[int] = set()  # export rows that are there just now
+
+    # ---- what is watched
+
+    def add_model(self, root: nn.Module, label: str = "model") -> None:
+        """Watches a model; a second time is harmless."""
+        if any(model.root() is root for model in self.models):
+            return
+        taken = {model.label for model in self.models}
+        name = next(n for n in (label, *(f"{label}{i}" for i in range(2, len(taken) + 3))) if n not in taken)
+        model = Model(name, weakref.ref(root), {})
+        self.models.append(model)
+        self._survey(model, root)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watches an optimizer and its state; a second time is harmless."""
+        if any(watch.optimizer() is optimizer for watch in self._optimizers):
+            return
+        watch = OptimizerWatch(weakref.ref(optimizer))
+        self._optimizers.append(watch)
+        n = len(self._optimizers)
+        self._add([(Row(0, OPTIMIZER, self._label(), type(optimizer).__name__, part="" if n == 1 else str(n)), watch)])
+
+    def add_engine(self, engine: object) -> None:
+        """Watches an engine's own offload flags; an object without weak references is left alone."""
+        try:
+            ref = weakref.ref(engine)
+        except TypeError:
+            return
+        self._add([(Row(0, ENGINE, self._label(), type(engine).__name__), ref)])
+
+    def _label(self) -> str:
+        return self.models[0].label if self.models else "model"
+
+    def watches(self, module: object) -> bool:
+        """Whether this very module belongs to a watched model."""
+        return any(id(module) in model.names for model in self.models)
+
+    def module_name(self, module: object) -> str:
+        """``"layers.0"`` (with its model's label where several are watched); the class's name for a root or a stranger."""
+        for model in self.models:
+            if name := model.names.get(id(module)):
+                return name if len(self.models) == 1 else f"{model.label}.{name}"
+        return type(module).__name__
+
+    def live_parameters(self) -> Iterator[torch.Tensor]:
+        """The trained parameter of every slot of every model, ties once."""
+        for kind, block in self._blocks:
+            if kind == PARAMETER:
+                for row in block:
+                    slot = self._entries[row]
+                    if not slot.tie and (tensor := slot.tensor()) is not None:
+                        yield tensor
+
+    def look_again(self) -> None:
+        """Takes in modules, parameters and FSDP groups that came since."""
+        self.dirty = False
+        for model in self.models:
+            if (root := model.root()) is not None:
+                self._survey(model, root)
+
+    def _survey(self, model: Model, root: nn.Module) -> None:
+        self._words = internals.sharded_state_names()
+        managed: dict[tuple[int, str], Any] = {}
+        groups: list[tuple[Row, GroupWatch]] = []
+        for name, _, state in internals.fsdp_states(root):
+            for n, group in enumerate(internals.state_groups(state) or [None]):
+                groups.append((
+                    Row(0, GROUP, model.label, name, part="" if n == 0 else str(n)),
+                    GroupWatch(weakref.ref(state), None if group is None else weakref.ref(group)),
+                ))  # fmt: skip
+                for record in internals.group_params(group) if group is not None else ():
+                    for module, slot in internals.param_slots(record):
+                        managed[id(module), slot] = record
+        parameters: list[tuple[Row, Slot]] = []
+        buffers: list[tuple[Row, Slot]] = []
+        seen: set[int] = set()
+        names: dict[int, str] = {}
+        for prefix, module in root.named_modules():
+            names[id(module)] = prefix
+            ref = weakref.ref(module)
+            for kind, store, found in ((PARAMETER, module._parameters, parameters), (BUFFER, module._buffers, buffers)):
+                for name, tensor in store.items():
+                    if tensor is None:
+                        continue
+                    record = managed.get((id(module), name))
+                    same = id(record) if record is not None else id(tensor)
+                    row = Row(0, kind, model.label, f"{prefix}.{name}" if prefix else name, shape=tuple(tensor.shape))
+                    found.append((row, Slot(ref, name, None if record is None else weakref.ref(record), same in seen)))
+                    seen.add(same)
+        model.names = names
+        for block in (parameters, buffers, groups):
+            self._add(block)
+
+    def _add(self, found: Iterable[tuple[Row, Any]]) -> None:
+        """Gives each its row: a known name keeps its number and gets its new entry, the others become a new block."""
+        new: list[tuple[Row, Any]] = []
+        for row, entry in found:
+            number = self._index.get((row.kind, row.model, row.name, row.part))
+            if number is None:
+                new.append((row, entry))
+            else:
+                self._entries[number] = entry
+        if not new:
+            return
+        base = len(self.rows)
+        rows = [Row(base + i, r.kind, r.model, r.name, r.part, r.shape, r.of) for i, (r, _) in enumerate(new)]
+        for row, (_, entry) in zip(rows, new, strict=True):
+            self._index[row.kind, row.model, row.name, row.part] = row.id
+            self._entries.append(entry)
+            self._keys.append(None)
+            self._numbers.append(ABSENT)
+            self._storages.append(0)
+            self._held.append(None)
+        self.rows += rows
+        self._blocks.append((rows[0].kind, range(base, base + len(rows))))
+        self._define(rows, [self._local_shape(row) for row in rows])
+
+    def _local_shape(self, row: Row) -> Shape:
+        if row.kind not in TENSOR_KINDS or (tensor := self._tensor(row.kind, row.id)) is None:
+            return None
+        local = internals.local_tensor(tensor)
+        return None if local is None else tuple(local.shape)
+
+    # ---- reading
+
+    def scan(self, kinds: frozenset[str]) -> list[Change]:
+        """Reads all rows of these kinds; what changed since they were last read."""
+        changes: list[Change] = []
+        with quiet():
+            if GRADIENT in kinds:
+                self._find_gradients()
+            if OPTIMIZER_STATE in kinds:
+                self._find_states()
+            for kind, block in self._blocks:
+                if kind in kinds:
+                    self._READERS[kind](self, block, changes)
+        return merge(changes)
+
+    def state(self, exchanged: set[int]) -> list[Change]:
+        """The whole state as last read; ``exchanged``: rows whose storage was exchanged since the last moment."""
+        return merge(
+            [Change(row, 1, number, row in exchanged) for row, number in enumerate(self._numbers) if number != ABSENT]
+        )
+
+    def _read_tensors(self, block: range, changes: list[Change], read_entry: Callable[[Any], tuple[Any, int]]) -> None:
+        keys, storages, entries = self._keys, self._storages, self._entries
+        for row in block:
+            key, storage = read_entry(entries[row])
+            if storage == storages[row] and key == keys[row]:
+                continue
+            self._note(row, key, storage, changes)
+
+    def _note(self, row: int, key: Any, storage: int, changes: list[Change]) -> None:
+        before = self._storages[row]
+        exchanged = before != storage and before != 0 and storage != 0 and self._numbers[row] != ABSENT
+        if before != storage:
+            self._storages[row] = storage
+            self._held[row] = self._hold(row, storage)
+        self._keys[row] = key
+        number = self._number_of(key)
+        if number != self._numbers[row] or exchanged:
+            self._numbers[row] = number
+            changes.append(Change(row, 1, number, exchanged))
+
+    def _number_of(self, key: Any) -> int:
+        if key is None:
+            return ABSENT
+        number = self._known.get(key)
+        if number is None:
+            tie = isinstance(key[-1], str) and key[-1] in ("tie", "parameter")
+            number = self._known[key] = self._number(decode(key[:-1], key[-1]) if tie else decode(key))
+        return number
+
+    def _hold(self, row: int, storage: int) -> StorageWeakRef | None:
+        """Keeps the storage's address from being used again, so that an exchange cannot go unnoticed."""
+        if not storage:
+            return None
+        tensor = self._tensor(self.rows[row].kind, row)
+        inner = None if tensor is None else internals.innermost(tensor)
+        return None if inner is None else StorageWeakRef(inner.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def _tensor(self, kind: str, row: int) -> torch.Tensor | None:
+        entry = self._entries[row]
+        if kind in (PARAMETER, BUFFER):
+            return entry.tensor()  # type: ignore[no-any-return]
+        if kind == GRADIENT:
+            return _gradient(entry)
+        if kind == OPTIMIZER_STATE:
+            return _state_tensor(entry)
+        return None
+
+    def _scan_parameters(self, block: range, changes: list[Change]) -> None:
+        words = self._words
+
+        def read_slot(slot: Slot) -> tuple[Any, int]:
+            module = slot.module()
+            if module is None:
+                return _GONE
+            held = module._parameters.get(slot.name)
+            record = None if slot.managed is None else slot.managed()
+            if record is not None and not slot.tie:
+                return read_managed(record.sharded_param, record, held, words)
+            if held is None:
+                return _GONE
+            if record is not None:
+                key, storage = read_managed(record.sharded_param, record, held, words)
+                if held is record.sharded_param or "unsharded" in key:
+                    return (*key, "tie"), storage
+            key, storage = read(held)
+            return ((*key, "tie"), storage) if slot.tie and record is None else (key, storage)
+
+        self._read_tensors(block, changes, read_slot)
+
+    def _scan_buffers(self, block: range, changes: list[Change]) -> None:
+        def read_slot(slot: Slot) -> tuple[Any, int]:
+            tensor = slot.tensor()
+            return _GONE if tensor is None else read(tensor)
+
+        self._read_tensors(block, changes, read_slot)
+
+    def _scan_gradients(self, block: range, changes: list[Change]) -> None:
+        def read_gradient(slot: Slot) -> tuple[Any, int]:
+            grad = _gradient(slot)
+            if grad is None:
+                return _GONE
+            key, _ = read(grad, _like(slot.tensor(), grad))
+            return key, 0  # a gradient has a new storage every step: no exchange worth telling
+
+        self._read_tensors(block, changes, read_gradient)
+
+    def _scan_states(self, block: range, changes: list[Change]) -> None:
+        def read_state(entry: tuple[OptimizerWatch, Slot, str]) -> tuple[Any, int]:
+            value = _state_tensor(entry)
+            return _GONE if value is None else read(value, _like(entry[1].tensor(), value))
+
+        self._read_tensors(block, changes, read_state)
+
+    def _scan_facts(self, block: range, changes: list[Change]) -> None:
+        for row in block:
+            entry = self._entries[row]
+            if isinstance(entry, GroupWatch):
+                facts: Facts | None = entry.read()
+            elif isinstance(entry, OptimizerWatch):
+                facts = entry.read(self.live_parameters())
+            else:
+                engine = entry()
+                facts = None if engine is None else engine_facts(engine)
+            if facts is self._keys[row]:
+                continue
+            self._keys[row] = facts
+            number = ABSENT if facts is None else self._number(facts)
+            if number != self._numbers[row]:
+                self._numbers[row] = number
+                changes.append(Change(row, 1, number))
+
+    def _scan_exports(self, block: range, changes: list[Change]) -> None:
+        for row in block:
+            if row in self._exported:  # consumed, and gone
+                self._exported.discard(row)
+                self._note(row, None, 0, changes)
+
+    _READERS: dict[str, Callable[[Inventory, range, list[Change]], None]] = {
+        PARAMETER: _scan_parameters,
+        BUFFER: _scan_buffers,
+        GRADIENT: _scan_gradients,
+        OPTIMIZER_STATE: _scan_states,
+        EXPORT: _scan_exports,
+        GROUP: _scan_facts,
+        OPTIMIZER: _scan_facts,
+        ENGINE: _scan_facts,
+    }
+
+    def exported(self, readings: list[tuple[str, Shape, Key, int]]) -> list[Change]:
+        """Rows for tensors that were handed out: (name, global shape, key, identity of the storage), and what changed by them."""
+        live = {self._storages[row] for kind, block in self._blocks if kind == PARAMETER for row in block}
+        label = self._label()
+        self._add(
+            (Row(0, EXPORT, label, name, shape=shape, of=self._index.get((PARAMETER, label, name, ""))), None)
+            for name, shape, *_ in readings
+        )
+        changes: list[Change] = []
+        for name, _, key, storage in readings:
+            row = self._index[EXPORT, label, name, ""]
+            self._exported.add(row)
+            self._note(row, (*key, "parameter") if storage and storage in live else key, 0, changes)
+        return merge(changes)
+
+    def new_states(self) -> bool:
+        """Whether an optimizer has made or dropped states since rows were last made for them."""
+        return any(
+            (optimizer := watch.optimizer()) is not None and len(optimizer.state) != watch.known
+            for watch in self._optimizers
+        )
+
+    def forget_states(self) -> None:
+        """Looks for new parts of optimizer state at the next reading."""
+        for watch in self._optimizers:
+            watch.known = -1
+
+    def _find_gradients(self) -> None:
+        for kind, block in list(self._blocks):
+            if kind != PARAMETER:
+                continue
+            first = self.rows[block[0]]
+            if (GRADIENT, first.model, first.name, "") in self._index:
+                continue
+            if any(_gradient(self._entries[row]) is not None for row in block):
+                rows = [self.rows[row] for row in block]
+                self._add(
+                    (Row(0, GRADIENT, r.model, r.name, shape=r.shape, of=r.id), self._entries[r.id]) for r in rows
+                )
+
+    def _find_states(self) -> None:
+        for number, watch in enumerate(self._optimizers):
+            optimizer = watch.optimizer()
+            if optimizer is None or len(optimizer.state) == watch.known:
+                continue
+            watch.known = len(optimizer.state)
+            prefix = f"{number + 1}:" if number else ""
+            found: list[tuple[Row, Any]] = []
+            for kind, block in self._blocks:
+                if kind != PARAMETER:
+                    continue
+                for row in block:
+                    slot = self._entries[row]
+                    tensor = None if slot.tie else slot.tensor()
+                    state = None if tensor is None else optimizer.state.get(tensor)
+                    if not state:
+                        continue
+                    owner = self.rows[row]
+                    for part, value in sorted(state.items(), key=lambda item: str(item[0])):
+                        if isinstance(value, torch.Tensor):
+                            new = Row(
+                                0, OPTIMIZER_STATE, owner.model, owner.name, f"{prefix}{part}", tuple(value.shape), row
+                            )
+                            found.append((new, (watch, slot, part)))
+            self._add(found)
+
+
+def merge(changes: list[Change]) -> list[Change]:
+    """Neighbouring rows with the same news as one change."""
+    changes.sort(key=lambda change: change.start)
+    out: list[Change] = []
+    for change in changes:
+        if out:
+            last = out[-1]
+            if last.start + last.count == change.start and (last.facts, last.exchanged) == (
+                change.facts,
+                change.exchanged,
+            ):
+                out[-1] = Change(last.start, last.count + change.count, last.facts, last.exchanged)
+                continue
+        out.append(change)
+    return out
+
+
+def _gradient(slot: Slot) -> torch.Tensor | None:
+    tensor = slot.tensor()
+    # `.grad` of a tensor that is no leaf warns the user.
+    return tensor.grad if tensor is not None and tensor.requires_grad and tensor.is_leaf else None
+
+
+def _state_tensor(entry: tuple[OptimizerWatch, Slot, Any]) -> torch.Tensor | None:
+    watch, slot, part = entry
+    optimizer, tensor = watch.optimizer(), slot.tensor()
+    if optimizer is None or tensor is None:
+        return None
+    state = optimizer.state.get(tensor)  # `state` is a defaultdict: reading must not add to it
+    value = None if state is None else state.get(part)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _like(parameter: torch.Tensor | None, other: torch.Tensor) -> torch.Size | None:
+    """The local shape that a tensor laid out like its parameter has on this rank."""
+    if parameter is None or parameter.shape != other.shape:
+        return None
+    local = internals.local_tensor(parameter)
+    return None if local is None else local.shape

@@ -1,0 +1,175 @@
+"""Reads one tensor's residency, exactly, moving nothing.
+
+The rules: attributes and pointers only; no operation on a wrapper (some raise on a split parameter), no ``.data``,
+``.item()`` or ``repr``; no reference to a tensor outlives the call. A reading is a **key**, a tuple of cheap
+hashable values that is turned into a `Residency` once per distinct key, and an **identity**, the address of the
+storage's C++ object, by which an exchange of the storage is noticed. `quiet()` keeps the caller's dispatch and
+function modes from seeing the one operator that reading needs (``is_pinned``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from diagkit import torch_internals as internals
+from diagkit.trace.schema import Residency
+
+Key = tuple[Any, ...]
+#: Identity of a tensor that has no storage to name.
+NO_STORAGE = 0
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, no dispatch mode and no function mode of the caller sees our reading."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def read(tensor: torch.Tensor, like: torch.Size | None = None) -> tuple[Key, int]:
+    """Key and identity of any tensor. ``like``: the local shape that it should have; without it a DTensor is held
+    against its own layout.
+
+    Never raises: what cannot be read becomes part of the key.
+    """
+    try:
+        cls = type(tensor)
+        device = tensor.device
+        mesh, agrees, local = None, True, tensor
+        if cls not in _PLAIN:
+            outer = internals.local_tensor(tensor)
+            mesh = internals.mesh_device(internals.dtensor_mesh(tensor))
+            inner = internals.innermost(tensor)
+            if inner is None:
+                return _unreadable(tensor, f"the bytes of a {cls.__name__} cannot be found"), NO_STORAGE
+            local = inner
+            if outer is not None:
+                promised = like if like is not None else internals.promised_local_shape(tensor)
+                agrees = promised is None or tuple(outer.shape) == tuple(promised)
+        storage = local.untyped_storage()
+        place = storage.device
+        pinned = local.is_pinned() if place.type == "cpu" else None
+        empty = local.numel() == 0
+        key = (
+            cls.__name__,
+            device,
+            place,
+            tensor.dtype,
+            local.dtype,
+            pinned,
+            mesh,
+            agrees,
+            empty,
+            tensor.requires_grad,
+        )
+        return key, storage._cdata
+    except Exception as error:  # a tensor without storage (sparse, fake, functional), or a torch with other names
+        return _unreadable(tensor, type(error).__name__), NO_STORAGE
+
+
+def read_managed(param: torch.Tensor, fsdp_param: Any, slot: object, states: dict[Any, str]) -> tuple[Key, int]:
+    """Key and identity of a parameter that FSDP2 manages.
+
+    ``param`` is ``FSDPParam.sharded_param``, ``slot`` what the module's slot holds now, ``states`` the words for
+    ShardedState.
+    """
+    try:
+        local = param._local_tensor  # type: ignore[attr-defined]
+        if type(local) is not torch.Tensor:
+            local = internals.innermost(local)
+            if local is None:
+                return _unreadable(param, "the local tensor's bytes cannot be found"), NO_STORAGE
+        storage = local.untyped_storage()
+        identity = storage._cdata
+        place = storage.device
+        pinned = local.is_pinned() if place.type == "cpu" else None
+        flat = fsdp_param._sharded_param_data
+        flat_storage = flat.untyped_storage()
+        state = states.get(fsdp_param.sharded_state)
+        if flat_storage._cdata == identity:
+            flat_place, flat_pinned, aliased = place, pinned, True
+        else:
+            flat_place, aliased = flat_storage.device, False
+            flat_pinned = flat.is_pinned() if flat_place.type == "cpu" else None
+        size = local.shape
+        key = (
+            "DTensor",
+            param.device,
+            place,
+            param.dtype,
+            local.dtype,
+            pinned,
+            fsdp_param._sharding_spec.mesh.device_type,
+            size == fsdp_param.sharded_size,
+            size.numel() == 0,
+            param.requires_grad,
+            flat_place,
+            flat_pinned,
+            aliased,
+            slot is param or state == "unsharded",
+            state,
+        )
+        return key, identity
+    except Exception as error:
+        return _unreadable(param, f"{type(error).__name__}: {error}"[:200]), NO_STORAGE
+
+
+def decode(key: Key, shares: str | None = None) -> Residency:
+    """The record of a key."""
+    if key[0] is None:
+        return Residency(metadata_device=str(key[1]), wrapper=str(key[2]), shares=shares, unreadable=str(key[3]))
+    wrapper, device, place, dtype, local_dtype, pinned, mesh, agrees, empty, wants_grad, *managed = key
+    flat_place, flat_pinned, aliased, registered, state = managed or (None,) * 5
+    return Residency(
+        metadata_device=str(device),
+        storage_device=str(place),
+        dtype=_dtype(dtype),
+        storage_dtype=_dtype(local_dtype),
+        pinned=pinned,
+        wrapper="Tensor" if wrapper in ("Tensor", "Parameter") else wrapper,
+        mesh_device=mesh,
+        shape_agrees=agrees,
+        empty=empty,
+        requires_grad=wants_grad,
+        flat_device=None if flat_place is None else str(flat_place),
+        flat_pinned=flat_pinned,
+        aliased=aliased,
+        registered=registered,
+        sharded_state=state,
+        shares=shares,
+    )
+
+
+def residency(tensor: torch.Tensor, fsdp_param: Any = None) -> Residency:
+    """Where one tensor lives; ``fsdp_param`` is FSDP2's record of it, where there is one.
+
+    >>> residency(torch.zeros(2)).short()
+    'cpu/cpu'
+    """
+    with quiet():
+        if fsdp_param is None:
+            key, _ = read(tensor)
+        else:
+            module, name = internals.param_slots(fsdp_param)[0]
+            slot = module._parameters.get(name)
+            key, _ = read_managed(fsdp_param.sharded_param, fsdp_param, slot, internals.sharded_state_names())
+    return decode(key)
+
+
+def _unreadable(tensor: torch.Tensor, why: str) -> Key:
+    try:
+        device = str(tensor.device)
+    except Exception:
+        device = "?"
+    return (None, device, type(tensor).__name__, f"{why}, on torch {torch.__version__}")
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
