@@ -87,7 +87,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The plain tensor inside nested tensor subclasses (DTensor, float8, AsyncCollectiveTensor, ...); None where it cannot be told."""
+    """The plain tensor inside nested subclasses (DTensor, float8, AsyncCollectiveTensor); None: cannot be told."""
     for _ in range(8):
         if type(tensor) in (torch.Tensor, nn.Parameter):
             return tensor
@@ -168,7 +168,7 @@ def group_backends(group: Any = None) -> str:
 
 
 def fsdp_module(name: str) -> ModuleType | None:
-    """One of FSDP2's private modules: "_fsdp_param", "_fsdp_param_group", "_fsdp_state", "_fully_shard", "_fsdp_init"; None until the job imports it."""
+    """One of FSDP2's private modules ("_fsdp_param", "_fsdp_state", ...); None until the job imports it."""
     return loaded(f"{_FSDP}.{name}")
 
 

@@ -37,7 +37,7 @@ _kinds: dict[str, str] = {}
 
 
 def kind_of(file: str) -> str:
-    """ "torch", "ours" (diagkit's observers), "machinery" (interpreter, standard library, notebook kernel), or "user"."""
+    """ "torch", "ours" (diagkit's observers), "machinery" (interpreter, standard library, kernel), or "user"."""
     known = _kinds.get(file)
     if known is None:
         path = os.path.abspath(file) if not file.startswith("<") else file
@@ -58,7 +58,7 @@ def kind_of(file: str) -> str:
 
 
 def from_stack(operation: str, nested: list[str], target: str, base: int) -> Cause:
-    """The cause of an observed call that is on the stack now. ``base`` is the id of the frame that began the phase, 0 for none."""
+    """The cause of an observed call on the stack now. ``base``: id of the frame that began the phase, 0 for none."""
     frame: FrameType | None = sys._getframe(1)
     found: list[tuple[CodeType, int, bool]] = []
     inside = True

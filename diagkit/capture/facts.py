@@ -24,7 +24,7 @@ ENGINE_FLAGS = {
 
 @dataclass(slots=True)
 class GroupWatch:
-    """One FSDP2 parameter group; what never changes of it is read once. A root without parameters of its own has no group."""
+    """One FSDP2 parameter group, its fixed part read once. A root without parameters of its own has no group."""
 
     state: weakref.ref[Any]
     group: weakref.ref[Any] | None

@@ -11,6 +11,7 @@ stays, ours becomes a plain pass-through inside it, and a later `install` wakes 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -85,10 +86,8 @@ def tell(listener: Listener, method: str, *args: Any) -> Any:
     try:
         return getattr(listener, method)(*args)
     except Exception as error:
-        try:
+        with contextlib.suppress(Exception):  # the trace itself may be gone: then there is nobody left to tell
             listener.trouble(f"{method} {args[0].operation.name if isinstance(args[0], Call) else ''}".strip(), error)
-        except Exception:  # the trace itself is gone: there is nobody left to tell
-            pass
         return None
 
 

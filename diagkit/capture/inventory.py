@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -58,7 +58,7 @@ class Slot:
         self.tie = tie  # an earlier slot holds the same tensor
 
     def tensor(self) -> torch.Tensor | None:
-        """The parameter that is trained (FSDP2's sharded one, also while the slot holds the gathered one), or what the slot holds."""
+        """FSDP2's sharded parameter (also while the slot holds the gathered one), or what the slot holds."""
         if self.managed is not None and (record := self.managed()) is not None:
             return record.sharded_param  # type: ignore[no-any-return]
         module = self.module()
@@ -139,7 +139,7 @@ class Inventory:
         return any(id(module) in model.names for model in self.models)
 
     def module_name(self, module: object) -> str:
-        """``"layers.0"`` (with its model's label where several are watched); the class's name for a root or a stranger."""
+        """``"layers.0"`` (after its model's label where several are watched); a class name for roots and strangers."""
         for model in self.models:
             if name := model.names.get(id(module)):
                 return name if len(self.models) == 1 else f"{model.label}.{name}"
@@ -362,7 +362,7 @@ class Inventory:
                 self._exported.discard(row)
                 self._note(row, None, 0, changes)
 
-    _READERS: dict[str, Callable[[Inventory, range, list[Change]], None]] = {
+    _READERS: ClassVar[dict[str, Callable[[Inventory, range, list[Change]], None]]] = {
         PARAMETER: _scan_parameters,
         BUFFER: _scan_buffers,
         GRADIENT: _scan_gradients,
@@ -374,7 +374,7 @@ class Inventory:
     }
 
     def exported(self, readings: list[tuple[str, Shape, Key, int]]) -> list[Change]:
-        """Rows for tensors that were handed out: (name, global shape, key, identity of the storage), and what changed by them."""
+        """Makes rows for tensors that were handed out (name, global shape, key, storage); what changed by them."""
         live = {self._storages[row] for kind, block in self._blocks if kind == PARAMETER for row in block}
         label = self._label()
         self._add(

@@ -20,7 +20,7 @@ from diagkit.trace.schema import Header
 
 
 def describe(detail: str, run: str | None = None, job: Mapping[str, Any] | None = None) -> Header:
-    """This process, for the head of its trace. ``run`` defaults to the launcher's run id, so that the ranks of one job agree."""
+    """This process, for the head of its trace. ``run`` defaults to the launcher's id: the ranks of a job agree."""
     rank, world = internals.rank_and_world()
     device, simulated = internals.accelerator()
     return Header(

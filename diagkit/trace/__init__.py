@@ -1,4 +1,4 @@
-"""What a run leaves behind: the schema, a writer that loses at most its last line, and a reader that survives what it finds."""
+"""What a run leaves behind: schema, a writer that loses at most its last line, a reader that survives what it finds."""
 
 from diagkit.trace.merged import Trace, open_trace
 from diagkit.trace.reader import RankTrace, Transition, read_rank

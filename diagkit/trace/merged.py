@@ -61,7 +61,7 @@ class Trace:
 
     @property
     def first_failure(self) -> tuple[RankTrace, Moment] | None:
-        """The failure that came first: in the earliest phase; within it by wall clock (clocks of nodes differ), then by rank."""
+        """The failure that came first: in the earliest phase, there by wall clock, then by rank."""
         found = [(m.phase, m.time, number, rank, m) for number, rank in self.ranks.items() for m in rank.failures[:1]]
         if not found:
             return None
@@ -89,10 +89,11 @@ class Trace:
         moments = sum(len(rank.moments) for rank in self)
         failures = sum(len(rank.failures) for rank in self)
         rows = max(len(rank.rows) for rank in self)
-        return f"<Trace {header.run or '?'}: {len(self)} of {self.world_size} ranks, {device}, {rows} rows, {moments} moments, {failures} failures>"
+        counts = f"{rows} rows, {moments} moments, {failures} failures"
+        return f"<Trace {header.run or '?'}: {len(self)} of {self.world_size} ranks, {device}, {counts}>"
 
     def frame(self, every: bool = False) -> pandas.DataFrame:
-        """A pandas table: one line per changed row, moment and rank; with ``every`` one per existing row, moment and rank."""
+        """A pandas table: a line per changed row, moment and rank; ``every``: per existing row, moment and rank."""
         from diagkit.trace.frames import frame
 
         return frame(self, every=every)

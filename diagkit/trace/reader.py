@@ -63,7 +63,7 @@ class Transition:
 
 @dataclass(slots=True)
 class State:
-    """The facts of every row right after a moment: ``facts[row.id]`` is a number of the dictionary, `schema.ABSENT` where the row is not there."""
+    """Right after a moment: of each row the number of its facts (`ABSENT`: not there) and its storage generation."""
 
     facts: list[int]
     generations: list[int]
@@ -145,7 +145,7 @@ class RankTrace:
                     state.generations[row] += 1
 
     def transitions(self) -> Iterator[Transition]:
-        """Every change of a row that existed before and after, in order; equal neighbours of one moment come together."""
+        """Every change of a row that existed before and after, in order; the rows that changed alike together."""
         facts: list[int] = [ABSENT] * len(self.rows)
         for moment in self.moments:
             groups: dict[tuple[int, int, bool], list[Row]] = {}
