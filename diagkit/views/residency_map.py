@@ -1,0 +1,255 @@
+"""The residency map: where each tensor's metadata and bytes are, moment by moment; and two runs of it side by side.
+
+The rules: what is healthy is plain, only what is wrong has contrast; a device's name is written where it changes and nowhere
+else; a cause stands under the moment at which it struck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from diagkit.errors import UsageError
+from diagkit.trace.merged import Trace
+from diagkit.trace.reader import RankTrace
+from diagkit.views import cells, palette, words
+from diagkit.views.figure import ViewFigure
+from diagkit.views.lines import Line, Page, gather
+from diagkit.views.scene import Scene, Text, shorten, text_width, wrap
+from diagkit.views.story import Story, tell
+from diagkit.views.verdict import Verdict, context, judge
+
+__all__ = ["before_after", "residency_map"]
+
+MARGIN = 20.0
+LABEL = 11.5  # size of names
+GAP = 8.0
+PANEL_GAP = 34.0
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One story's part of the figure."""
+
+    story: Story
+    verdict: Verdict
+    name: str
+    left: float
+    pitch: float  # from one column to the next
+
+    @property
+    def cell(self) -> float:
+        return self.pitch - GAP
+
+    @property
+    def width(self) -> float:
+        return self.pitch * len(self.story.columns) - GAP
+
+
+def residency_map(
+    trace: Trace | RankTrace,
+    *,
+    rank: int | None = None,
+    phase: str | None = None,
+    moments: int | Sequence[int] = 8,
+    expand: bool | str | Iterable[str] = (),
+    kinds: Iterable[str] = ("parameter", "buffer"),
+    rows: int = 24,
+    title: str | None = None,
+    width: int = 1000,
+) -> ViewFigure:
+    """Where every tensor lived, by its metadata and by its bytes, at the moments that matter.
+
+    Args:
+        trace: a trace, or one rank of it.
+        rank: whose; the rank that failed first, else the lowest, unless given.
+        phase: only this phase, by name.
+        moments: at most so many moments, or the indices of those to show.
+        expand: names (or shell patterns) that get a row each instead of sharing a pattern; True for all.
+        kinds: kinds of tensor, of `diagkit.trace.schema.TENSOR_KINDS`.
+        rows: at most so many rows; what is left out is counted.
+        title: in place of the sentence that the figure finds by itself.
+        width: in pixels at 100 dpi; more where the moments need it.
+
+    Raises:
+        UsageError: no such phase, moment or kind, or nothing to show.
+    """
+    one = _rank_of(trace, rank)
+    story = tell(one, phase=phase, moments=moments, kinds=tuple(kinds))
+    verdict = judge(story)
+    alike = words.other_ranks(trace, story, phase) if isinstance(trace, Trace) else ""
+    lines = gather([story], expand, rows)
+    around = context(story) + (f" · {alike}" if alike else "")
+    return _draw([(story, verdict, "")], lines, title or verdict.title, around, width)
+
+
+def before_after(
+    before: Trace | RankTrace,
+    after: Trace | RankTrace,
+    *,
+    names: tuple[str, str] = ("Unguarded", "Guarded"),
+    rank: int | None = None,
+    phase: str | None = None,
+    moments: int | tuple[Sequence[int], Sequence[int]] = 5,
+    expand: bool | str | Iterable[str] = (),
+    kinds: Iterable[str] = ("parameter", "buffer"),
+    rows: int = 24,
+    title: str | None = None,
+    width: int = 1080,
+) -> ViewFigure:
+    """Two runs beside each other, with the same rows: what the guard changes. Arguments as for `residency_map`.
+
+    Raises:
+        UsageError: no such phase, moment or kind, or nothing to show.
+    """
+    chosen = (moments, moments) if isinstance(moments, int) else moments
+    wanted = tuple(kinds)
+    told = []
+    for trace, name, which in zip((before, after), names, chosen, strict=True):
+        story = tell(_rank_of(trace, rank), phase=phase, moments=which, kinds=wanted)
+        told.append((story, judge(story), name))
+    lines = gather([story for story, _, _ in told], expand, rows)
+    found = "; ".join(f"{name}: {verdict.short}" for _, verdict, name in told)
+    contexts = list(dict.fromkeys(context(story) for story, _, _ in told))
+    return _draw(told, lines, title or found, "  |  ".join(contexts), width)
+
+
+def _rank_of(trace: Trace | RankTrace, rank: int | None) -> RankTrace:
+    if isinstance(trace, RankTrace):
+        if rank not in (None, trace.rank):
+            raise UsageError("this is the trace of one rank", found=f"rank={rank}", expected=f"rank {trace.rank}")
+        return trace
+    if rank is not None:
+        return trace[rank]
+    failure = trace.first_failure
+    return failure[0] if failure else next(iter(trace))
+
+
+def _draw(
+    told: Sequence[tuple[Story, Verdict, str]], lines: Page, title: str, around: str, width: float
+) -> ViewFigure:
+    side_by_side = len(told) > 1
+    labels, label_width, remark_width = _labels(lines.lines, 250 if side_by_side else 330)
+    left = MARGIN + label_width + 12 + remark_width + (14 if remark_width else 4)
+    count = sum(len(story.columns) for story, _, _ in told)
+    gaps = PANEL_GAP * (len(told) - 1)
+    pitch = min(max((width - left - MARGIN - gaps + GAP * len(told)) / count, 56.0), 104.0)
+    panels = []
+    for story, verdict, name in told:
+        panels.append(Panel(story, verdict, name, left, pitch))
+        left += pitch * len(story.columns) - GAP + PANEL_GAP
+    width = max(width, left - PANEL_GAP + MARGIN)
+    scene = Scene(width, 0, title, words.map_text(title, around, told, lines))
+    y = _head(scene, title, around, told[0][1] if not side_by_side else None)
+    if side_by_side:
+        y = _panel_heads(scene, panels, y)
+    y = _rows(scene, panels, lines.lines, labels, MARGIN + label_width, remark_width, y)
+    y = _moments(scene, panels, y)
+    y = _notes(scene, panels, y)
+    y = cells.legend(scene, MARGIN, y + 18, _shown(told, lines.lines))
+    if remark := words.left_out(told, lines):
+        for line in wrap(remark, width - 2 * MARGIN, 11, 2):
+            scene.add(Text(MARGIN, y + 14, line, 11, palette.MUTED))
+            y += 16
+    scene.height = y + 14
+    return ViewFigure(scene)
+
+
+def _labels(lines: Sequence[Line], limit: float) -> tuple[list[list[str]], float, float]:
+    """Names on one or two lines, and the widths that names and remarks need."""
+    labels = [wrap(line.label, limit, LABEL, 2, breaks=".") for line in lines]
+    label_width = max((text_width(part, LABEL) for parts in labels for part in parts), default=0.0)
+    return labels, label_width, max((text_width(line.remark, 10.5) for line in lines), default=0.0)
+
+
+def _head(scene: Scene, title: str, around: str, verdict: Verdict | None) -> float:
+    y = 14.0
+    room = scene.width - 2 * MARGIN
+    for part in wrap(title, room, 17, 2, bold=True):
+        y += 22
+        scene.add(Text(MARGIN, y, part, 17, bold=True, tip=title))
+    if verdict is not None:
+        y += 3
+        for part in wrap(verdict.sentence, room, 13, 2):
+            y += 18
+            scene.add(Text(MARGIN, y, part, 13, palette.GOOD if verdict.good else palette.BAD, tip=verdict.sentence))
+    y += 3
+    for part in wrap(around, room, 11.5, 2):
+        y += 16
+        scene.add(Text(MARGIN, y, part, 11.5, palette.MUTED, tip=around))
+    return y + 20
+
+
+def _panel_heads(scene: Scene, panels: Sequence[Panel], y: float) -> float:
+    bottom = y
+    for panel in panels:
+        colour = palette.GOOD if panel.verdict.good else palette.BAD
+        scene.add(Text(panel.left, y + 12, shorten(panel.name, panel.width, 15, True), 15, bold=True))
+        at = y + 14
+        for part in wrap(words.panel_verdict(panel.verdict), panel.width, 12, 3):
+            at += 17
+            scene.add(Text(panel.left, at, part, 12, colour, tip=panel.verdict.sentence))
+        bottom = max(bottom, at)
+    return bottom + 16
+
+
+def _rows(
+    scene: Scene, panels: Sequence[Panel], lines: Sequence[Line], labels: Sequence[list[str]], right: float, remark: float, y: float
+) -> float:
+    for line, parts in zip(lines, labels, strict=True):
+        height = 24.0 if len(parts) == 1 else 30.0
+        middle = y + height / 2
+        for i, part in enumerate(parts):
+            offset = 4.0 if len(parts) == 1 else -2.5 + 13.5 * i
+            scene.add(Text(right, middle + offset, part, LABEL, anchor="end", tip=line.label))
+        if line.remark:
+            scene.add(Text(right + 12 + remark, middle + 4, line.remark, 10.5, palette.MUTED, anchor="end"))
+        for panel, history in zip(panels, line.histories, strict=True):
+            before = None
+            for c, column in enumerate(panel.story.columns):
+                cell = history[c] if history else None
+                tip = f"{line.label}{f' ({line.remark})' if line.remark else ''}, {words.moment_name(column)}: {cell or 'not there'}"
+                cells.draw(scene, panel.left + panel.pitch * c, y, panel.cell, height, cell, cell != before, tip)
+                before = cell
+        y += height + 7
+    return y
+
+
+def _moments(scene: Scene, panels: Sequence[Panel], y: float) -> float:
+    """What each column is, and the mark of its note."""
+    lowest = y
+    for panel in panels:
+        marks = {note.column: note for note in words.notes(panel.story, panel.verdict)}
+        for c, column in enumerate(panel.story.columns):
+            centre = panel.left + panel.pitch * c + panel.cell / 2
+            colour = palette.BAD if column.failed else palette.INK if column.changed or c == 0 else palette.MUTED
+            at = y + 2
+            for line in words.moment_label(column, panel.pitch - 3, 10.5):
+                at += 13
+                scene.add(Text(centre, at, line, 10.5, colour, anchor="middle", tip=words.moment_name(column)))
+            if (note := marks.get(c)) is not None:
+                at += 19
+                cells.number(scene, centre, at - 4, note.number, note.bad)
+            lowest = max(lowest, at)
+    return lowest + 8
+
+
+def _notes(scene: Scene, panels: Sequence[Panel], y: float) -> float:
+    """Causes and failures, under the panel that they belong to; a lone panel's may use the whole width."""
+    lowest = y
+    for panel in panels:
+        left, room = (panel.left, panel.width) if len(panels) > 1 else (MARGIN, scene.width - 2 * MARGIN)
+        at = y
+        for note in words.notes(panel.story, panel.verdict):
+            cells.number(scene, left + 8, at + 11, note.number, note.bad)
+            for part in wrap(note.text, room - 24, 11.5, 4 if len(panels) > 1 else 3, breaks=" "):
+                at += 15
+                scene.add(Text(left + 24, at, part, 11.5, palette.BAD if note.bad else palette.MUTED, tip=note.text))
+            at += 8
+        lowest = max(lowest, at)
+    return lowest
+
+
+def _shown(told: Sequence[tuple[Story, Verdict, str]], lines: Sequence[Line]) -> list[cells.Cell]:
+    found = (cell for line in lines for history in line.histories if history for cell in history if cell is not None)
+    return list(dict.fromkeys(found))

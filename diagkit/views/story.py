@@ -1,0 +1,196 @@
+"""What one rank's trace shows, as columns and histories: which moments matter, and what each tensor was at them.
+
+The rules: a moment matters when something that is shown changed there, failed, or began or ended there; whatever is left
+out is counted; a history is what a reader would see, so tensors with equal histories may share one line and no others may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from diagkit.errors import UsageError
+from diagkit.trace.reader import RankTrace
+from diagkit.trace.schema import ABSENT, ENTER, EXIT, FAILURE, TENSOR_KINDS, Facts, Moment, Phase, Residency
+
+__all__ = ["Cell", "Column", "Story", "Tensor", "tell"]
+
+#: Who a row is, in whatever trace: kind, model, name, part.
+Tensor = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is shown of one tensor at one moment. ``storage`` is None where it could not be read."""
+
+    metadata: str
+    storage: str | None
+    pinned: bool = False
+    split: bool = False
+    apart: bool = False  # the tensor that trains is not the one that FSDP2 gathers
+
+    def __str__(self) -> str:
+        """``"npu:0/cpu pinned, split"``; one device alone where both agree."""
+        place = self.metadata if self.storage == self.metadata else f"{self.metadata}/{self.storage or '?'}"
+        words = [f"{place} pinned" if self.pinned else place]
+        return ", ".join(words + ["split"] * self.split + ["not the gathered tensor"] * self.apart)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One moment that is shown. ``splits`` counts the split tensors then, ``changed`` whether anything shown changed."""
+
+    moment: Moment
+    phase: Phase
+    changed: bool
+    splits: int
+    present: int
+
+    @property
+    def failed(self) -> bool:
+        return self.moment.failure is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """``tensors[i]`` was ``cells[histories[i][c]]`` at ``columns[c]``; ``cells[0]`` is None: not there."""
+
+    rank: RankTrace
+    every: tuple[Column, ...]  # all moments
+    columns: tuple[Column, ...]  # those that are shown
+    tensors: tuple[Tensor, ...]
+    cells: tuple[Cell | None, ...]
+    histories: tuple[tuple[int, ...], ...]
+
+    @property
+    def left_out(self) -> int:
+        return len(self.every) - len(self.columns)
+
+    def at(self, column: int) -> list[Cell | None]:
+        """Every tensor's cell at one column."""
+        return [self.cells[history[column]] for history in self.histories]
+
+
+def tell(
+    rank: RankTrace,
+    *,
+    phase: str | None = None,
+    moments: int | Sequence[int] = 8,
+    kinds: Iterable[str] = ("parameter", "buffer"),
+) -> Story:
+    """The story of one rank: of all phases or those of one name; at most so many moments, or just those of these indices.
+
+    Raises:
+        UsageError: no such phase or moment, an unknown kind, or nothing to show.
+    """
+    kinds = tuple(kinds)
+    if unknown := [kind for kind in kinds if kind not in TENSOR_KINDS]:
+        raise UsageError("unknown kind of tensor", found=unknown[0], expected=f"one of {', '.join(TENSOR_KINDS)}")
+    rows = [row for row in rank.rows if row.kind in kinds]
+    chosen = _moments_of(rank, phase)
+    if not rows or not chosen:
+        raise UsageError("nothing to show", found=f"{len(rows)} tensors, {len(chosen)} moments", where=rank.path)
+    cells, number = _cells(rank.facts)
+    seen: list[tuple[Column, tuple[int, ...]]] = []
+    before: tuple[int, ...] | None = None
+    for moment in chosen:
+        facts = rank.state(moment).facts
+        now = tuple(number[facts[row.id]] for row in rows)
+        seen.append((_column(rank, moment, cells, now, before), now))
+        before = now
+    every = tuple(column for column, _ in seen)
+    kept = _choose(every, moments, rank)
+    return Story(
+        rank,
+        every,
+        tuple(every[i] for i in kept),
+        tuple((row.kind, row.model, row.name, row.part) for row in rows),
+        cells,
+        tuple(zip(*(seen[i][1] for i in kept), strict=True)),
+    )
+
+
+def _moments_of(rank: RankTrace, phase: str | None) -> list[Moment]:
+    if phase is None:
+        return rank.moments
+    wanted = {ordinal for ordinal, p in rank.phases.items() if p.name == phase and ordinal}
+    if not wanted:
+        names = ", ".join(dict.fromkeys(p.name for p in rank.phases.values() if p.name))
+        raise UsageError("no such phase in this trace", found=phase, expected=f"one of {names}" if names else None)
+    for ordinal, p in rank.phases.items():  # in the order in which they began, so parents come first
+        if p.parent in wanted:
+            wanted.add(ordinal)
+    return [moment for moment in rank.moments if moment.phase in wanted]
+
+
+def _cells(facts: Sequence[Facts | None]) -> tuple[tuple[Cell | None, ...], list[int]]:
+    """The distinct cells, and for each number of facts the number of its cell: facts that look alike share one."""
+    cells: dict[Cell | None, int] = {None: 0}
+    number = []
+    for fact in facts:
+        cell = _cell(fact) if isinstance(fact, Residency) else None
+        number.append(cells.setdefault(cell, len(cells)))
+    return tuple(cells), number
+
+
+def _cell(fact: Residency) -> Cell:
+    return Cell(
+        fact.metadata_device,
+        fact.storage_device,
+        # Nothing can be pinned where there are no bytes: a rank without a shard must not look like a lost pin.
+        pinned=bool(fact.pinned) or (fact.empty and bool(fact.flat_pinned)),
+        split=fact.split,
+        apart=not fact.empty and (fact.aliased is False or fact.registered is False),
+    )
+
+
+def _column(
+    rank: RankTrace, moment: Moment, cells: Sequence[Cell | None], now: tuple[int, ...], before: tuple[int, ...] | None
+) -> Column:
+    split = {i for i, cell in enumerate(cells) if cell is not None and cell.split}
+    return Column(
+        moment,
+        rank.phases.get(moment.phase, rank.phases[0]),
+        changed=before is not None and now != before and any(before),
+        splits=sum(number in split for number in now),
+        present=sum(number != ABSENT for number in now),
+    )
+
+
+def _choose(columns: Sequence[Column], moments: int | Sequence[int], rank: RankTrace) -> list[int]:
+    if not isinstance(moments, int):
+        position = {column.moment.index: i for i, column in enumerate(columns)}
+        if wrong := [m for m in moments if m not in position]:
+            raise UsageError("no such moment in this trace", found=wrong[0], expected=f"0 to {len(rank.moments) - 1}")
+        return sorted({position[m] for m in moments})
+    if moments < 1:
+        raise UsageError("a figure needs at least one moment", found=moments)
+    weights = [_weight(columns, i) for i in range(len(columns))]
+    # Equal weights: the later one tells more of how it ended, save for the first failure, which weighs more anyway.
+    best = sorted((i for i in range(len(columns)) if weights[i] > 0), key=lambda i: (-weights[i], -i))[:moments]
+    return sorted(best) or [len(columns) - 1]
+
+
+def _weight(columns: Sequence[Column], i: int) -> int:
+    """How much a moment matters; 0 for one that repeats its neighbour."""
+    column, before = columns[i], columns[i - 1] if i else None
+    if column.present == 0:
+        return 0
+    failure = column.moment.failure
+    if failure is not None and not failure.handled:
+        return 10 if not any(c.failed for c in columns[:i]) else 4
+    if column.splits and not (before and before.splits):
+        return 9
+    if before is None or not before.present:
+        return 8  # the state it all began with
+    if column.splits != before.splits:
+        return 7
+    if column.changed:
+        return 6
+    if column.moment.kind == EXIT:
+        # After a failure the phase's end says nothing new.
+        return 0 if before.failed or (before.moment.kind == FAILURE) else (5 if i == len(columns) - 1 else 3)
+    if column.moment.kind == ENTER:
+        # What a phase begins with is what the one before ended with; it is told where nothing else tells it.
+        return 1 if before.moment.kind == EXIT else 2
+    return 0 if column.moment.kind == FAILURE else 1

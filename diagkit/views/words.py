@@ -1,0 +1,177 @@
+"""What figures and their text twins say in words: names of moments, notes on causes, tables, what is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diagkit.trace.merged import Trace
+from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, MARK, Cause
+from diagkit.views.lines import Page
+from diagkit.views.scene import clean, wrap
+from diagkit.views.story import Cell, Column, Story, tell
+from diagkit.views.verdict import Verdict, split_runs
+
+__all__ = ["Note", "cause_text", "left_out", "map_text", "moment_label", "moment_name", "notes", "other_ranks", "panel_verdict"]
+
+#: More ranks than this are not compared for a figure's subtitle.
+RANK_LIMIT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A remark on one column; ``number`` marks both."""
+
+    column: int
+    number: int
+    text: str
+    bad: bool
+
+
+def moment_name(column: Column) -> str:
+    """``"save: Module.to"``, ``"after init"``, ``"before save"``."""
+    return " ".join(_moment_words(column))
+
+
+def moment_label(column: Column, room: float, size: float) -> list[str]:
+    """The same on at most three lines of so many pixels."""
+    head, tail = _moment_words(column)
+    lines = wrap(head, room, size, 1) if head else []
+    return [*lines, *wrap(tail, room, size, 3 - len(lines), breaks=" ._")]
+
+
+def _moment_words(column: Column) -> tuple[str, str]:
+    moment, phase = column.moment, clean(column.phase.name)
+    if moment.kind == EXIT and phase:
+        return "after", phase
+    if moment.kind == ENTER and phase:
+        return "before", phase
+    call = clean(moment.label)
+    if moment.kind == CALL and moment.cause is not None:
+        call = _known_call(moment.cause)
+    elif moment.kind == FAILURE and moment.failure is not None:
+        call = f"{clean(moment.failure.operation or moment.label)} raises"
+    elif moment.kind == MARK:
+        call = f"“{call}”"
+    return (f"{phase}:" if phase else "", call)
+
+
+def _known_call(cause: Cause) -> str:
+    public = [word for word in cause.chain if word.startswith("Module.") and "._" not in word]
+    return clean(public[-1] if public else cause.operation)
+
+
+def notes(story: Story, verdict: Verdict, limit: int = 4) -> list[Note]:
+    """What struck, column by column: the causes of splits and the failures first, then of other changes while there is room."""
+    runs = {run.start: run for run in split_runs(story.every)}
+    position = {column.moment.index: i for i, column in enumerate(story.every)}
+    found: list[tuple[int, int, str, bool]] = []  # weight, column, text, bad
+    failed = False
+    for c, column in enumerate(story.columns):
+        moment = column.moment
+        run = runs.get(position[moment.index])
+        if moment.failure is not None and not moment.failure.handled and not failed:
+            failed = True
+            at = f"{clean(str(moment.cause.frame))}: " if moment.cause and moment.cause.frame else ""
+            found.append((0, c, f"{at}{clean(moment.failure.type)}: {clean(moment.failure.message)}", True))
+        elif moment.cause is not None and run is not None:
+            found.append((1 if run.lasting else 3, c, f"cause: {cause_text(moment.cause)}", run.lasting))
+        elif moment.cause is not None and column.changed:
+            found.append((4, c, f"cause: {cause_text(moment.cause)}", False))
+    kept = sorted(sorted(found)[:limit], key=lambda entry: entry[1])
+    return [Note(c, i, text, bad) for i, (_, c, text, bad) in enumerate(kept, 1)]
+
+
+def cause_text(cause: Cause) -> str:
+    """``"engine.py:41 save_checkpoint → load_model_to_device → Module.to → FSDPParam.reset_sharded_param"``."""
+    where = clean(f"{cause.frame}") + "  " if cause.frame else ""
+    return where + " → ".join(clean(step) for step in cause.chain or (cause.operation,))
+
+
+def panel_verdict(verdict: Verdict) -> str:
+    """A panel's verdict in one breath."""
+    short = verdict.short[:1].upper() + verdict.short[1:]
+    return short + "." if verdict.good else f"{short}. {verdict.sentence}"
+
+
+def left_out(told: Sequence[tuple[Story, Verdict, str]], lines: Page) -> str:
+    """What the figure does not show, in one sentence; empty where it shows all."""
+    parts = []
+    for story, _, name in told:
+        if story.left_out:
+            of = f" of {name.lower()}" if name else ""
+            parts.append(f"{len(story.columns)} of {len(story.every)} moments{of}")
+    sentence = f"Shown: {', '.join(parts)}; the others repeat what is shown." if parts else ""
+    if parts and any(_unshown_change(story) for story, _, _ in told):
+        sentence = f"Shown: {', '.join(parts)}, those that tell most; moments= shows more."
+    if lines.left_out:
+        sentence += f" {lines.left_out:,} tensors have further histories; rows= shows more."
+    return sentence.strip()
+
+
+def _unshown_change(story: Story) -> bool:
+    shown = {column.moment.index for column in story.columns}
+    return any((c.changed or c.failed) and c.moment.index not in shown for c in story.every)
+
+
+def other_ranks(trace: Trace, story: Story, phase: str | None) -> str:
+    """Whether the other ranks lived the same; empty for a lone rank or too many."""
+    others = [rank for rank in trace if rank.rank != story.rank.rank]
+    if not others:
+        return ""
+    if len(others) > RANK_LIMIT:
+        return f"{len(others):,} other ranks not compared"
+    kinds = tuple(dict.fromkeys(kind for kind, *_ in story.tensors))
+    unlike = []
+    for rank in others:
+        same = len(rank.moments) == len(story.rank.moments)
+        if same:
+            other = tell(rank, phase=phase, moments=[c.moment.index for c in story.columns], kinds=kinds)
+            same = _outline(other) == _outline(story)
+        if not same:
+            unlike.append(rank.rank)
+    if not unlike:
+        return "the other rank is alike" if len(others) == 1 else f"the other {len(others)} ranks are alike"
+    shown = ", ".join(map(str, unlike[:6])) + (", …" if len(unlike) > 6 else "")
+    return f"rank {shown} differs" if len(unlike) == 1 else f"ranks {shown} differ"
+
+
+def _outline(story: Story) -> object:
+    """A story without the device's index, in which ranks rightly differ."""
+    plain = [None if cell is None else _without_index(cell) for cell in story.cells]
+    return story.tensors, [tuple(plain[n] for n in history) for history in story.histories]
+
+
+def _without_index(cell: Cell) -> tuple[object, ...]:
+    storage = cell.storage and cell.storage.partition(":")[0]
+    return cell.metadata.partition(":")[0], storage, cell.pinned, cell.split, cell.apart
+
+
+def map_text(title: str, around: str, told: Sequence[tuple[Story, Verdict, str]], lines: Page) -> str:
+    """The text twin of a map: sentences, then one table a story."""
+    out = [title]
+    if len(told) == 1:
+        out.append(told[0][1].sentence)
+    out.append(around)
+    for s, (story, verdict, name) in enumerate(told):
+        out.append("")
+        if name:
+            out.append(f"{name}: {panel_verdict(verdict)}")
+        marks = notes(story, verdict)
+        number = {note.column: f" [{note.number}]" for note in marks}
+        heads = ["", "", *(moment_name(column) + number.get(c, "") for c, column in enumerate(story.columns))]
+        body = [
+            [line.label, line.remark, *(str(cell or "-") for cell in line.histories[s] or [None] * len(story.columns))]
+            for line in lines.lines
+        ]
+        out += table([heads, *body])
+        out += [f"[{note.number}] {note.text}" for note in marks]
+    if remark := left_out(told, lines):
+        out += ["", remark]
+    return "\n".join(out)
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns padded to their widest entry, two spaces apart."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)).rstrip() for row in rows]
