@@ -95,8 +95,7 @@ def run_rank(cell: Cell, rank: int, out: Path, model: Path) -> None:
         extra = operations.OPERATIONS[cell.operation](side, engine, cell, rank, out, model)
         after = observe.storages(engine.module)
         report.facts["residency"]["end"] = observe.residency(engine.module)
-        moved = sum(before[name] != after[name] for name in before)
-        report.write(outcome="ok", storages_exchanged=f"{moved}/{len(before)}", **extra)
+        report.write(outcome="ok", storages_exchanged=observe.exchanged(before, after), **extra)
     except BaseException as error:
         traceback.print_exc()
         if engine is not None and getattr(engine, "module", None) is not None:

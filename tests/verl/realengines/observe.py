@@ -28,12 +28,21 @@ def residency(module: torch.nn.Module) -> dict[str, dict[str, int]]:
     return {"parameters": _count(module.parameters()), "buffers": _count(module.buffers())}
 
 
-def storages(module: torch.nn.Module) -> dict[str, int]:
-    """Map each parameter's name to the address of its bytes, to see later whether the storage was exchanged."""
+def storages(module: torch.nn.Module) -> dict[str, torch.UntypedStorage]:
+    """Hold each parameter's storage, to see later whether it was exchanged.
+
+    Held and not noted as an address: a freed address may be given to the next storage.
+    """
     return {
-        name: getattr(parameter, "_local_tensor", parameter).untyped_storage().data_ptr()
+        name: getattr(parameter, "_local_tensor", parameter).untyped_storage()
         for name, parameter in module.named_parameters()
     }
+
+
+def exchanged(before: dict[str, torch.UntypedStorage], after: dict[str, torch.UntypedStorage]) -> str:
+    """Say how many of the storages are others than before, as ``3/27``; shards without elements have none to exchange."""
+    held = {name: storage for name, storage in before.items() if storage.nbytes()}
+    return f"{sum(held[name].data_ptr() != after[name].data_ptr() for name in held)}/{len(held)}"
 
 
 def local_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
