@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import weakref
 from collections.abc import Iterable
@@ -123,22 +122,27 @@ class OptimizerWatch:
         )
 
 
-def engine_facts(engine: object) -> EngineFacts:
-    """The engine's own offload flags as text, "missing" where it has none."""
-    values = {name: str(getattr(engine, attribute, "missing"))[:40] for name, attribute in ENGINE_FLAGS.items()}
-    return EngineFacts(
-        type=type(engine).__name__,
-        reads_policy_flag=_reads(engine.__class__, ENGINE_FLAGS["uses_policy_flag"]),
-        **values,
-    )
+class EngineWatch:
+    """One engine, and what its class says; raises TypeError for an object that takes no weak reference."""
+
+    def __init__(self, engine: object) -> None:
+        self._engine = weakref.ref(engine)
+        self._reads_flag = _names(type(engine), ENGINE_FLAGS["uses_policy_flag"])
+
+    def read(self) -> EngineFacts | None:
+        """The engine's own offload flags as text, "missing" where it has none; None when it is gone."""
+        engine = self._engine()
+        if engine is None:
+            return None
+        values = {name: str(getattr(engine, attribute, "missing"))[:40] for name, attribute in ENGINE_FLAGS.items()}
+        return EngineFacts(type=type(engine).__name__, reads_policy_flag=self._reads_flag, **values)
 
 
-@functools.cache
-def _reads(cls: type[Any], name: str) -> bool:
+def _names(cls: type, attribute: str) -> bool:
     """Whether a method of the class names this attribute, plainly or as the text given to ``getattr``."""
     for owner in cls.__mro__:
         for method in vars(owner).values():
             code = getattr(inspect.unwrap(method) if callable(method) else method, "__code__", None)
-            if code is not None and (name in code.co_names or name in code.co_consts):
+            if code is not None and (attribute in code.co_names or attribute in code.co_consts):
                 return True
     return False

@@ -9,6 +9,7 @@ to go.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from diagkit import torch_internals as internals
-from diagkit.capture.facts import GroupWatch, OptimizerWatch, engine_facts
+from diagkit.capture.facts import EngineWatch, GroupWatch, OptimizerWatch
 from diagkit.capture.residency import Key, decode, quiet, read, read_managed
 from diagkit.trace.schema import (
     ABSENT,
@@ -125,11 +126,8 @@ class Inventory:
 
     def add_engine(self, engine: object) -> None:
         """Watches an engine's own offload flags; an object without weak references is left alone."""
-        try:
-            ref = weakref.ref(engine)
-        except TypeError:
-            return
-        self._add([(Row(0, ENGINE, self._label(), type(engine).__name__), ref)])
+        with contextlib.suppress(TypeError):
+            self._add([(Row(0, ENGINE, self._label(), type(engine).__name__), EngineWatch(engine))])
 
     def _label(self) -> str:
         return self.models[0].label if self.models else "model"
@@ -341,13 +339,7 @@ class Inventory:
     def _scan_facts(self, block: range, changes: list[Change]) -> None:
         for row in block:
             entry = self._entries[row]
-            if isinstance(entry, GroupWatch):
-                facts: Facts | None = entry.read()
-            elif isinstance(entry, OptimizerWatch):
-                facts = entry.read(self.live_parameters())
-            else:
-                engine = entry()
-                facts = None if engine is None else engine_facts(engine)
+            facts = entry.read(self.live_parameters()) if isinstance(entry, OptimizerWatch) else entry.read()
             if facts is self._keys[row]:
                 continue
             self._keys[row] = facts

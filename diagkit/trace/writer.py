@@ -217,7 +217,7 @@ class TraceWriter:
         begins: Mapping[str, Any] | None = None,
         calls: Mapping[str, int] | None = None,
     ) -> None:
-        """One moment. ``key``: the changes are the whole state. ``begins``: name, parent, label of a phase that begins."""
+        """One moment. ``key``: the changes are the whole state. ``begins``: name, parent, label of a new phase."""
         event: dict[str, Any] = {"kind": kind, "label": label}
         if key:
             event["key"] = 1
