@@ -1,0 +1,120 @@
+"""From what single ranks show to findings about a run.
+
+The same hazard with the same cause is told once, and the first to blame comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from diagkit.diagnosis.finding import Finding, Findings
+from diagkit.diagnosis.judge import Hit, Judge
+from diagkit.diagnosis.predictions import consequences
+from diagkit.diagnosis.words import evidence, residency_text, resting_buffers
+from diagkit.trace import RankTrace, Trace
+from diagkit.trace.schema import Cause, Failure
+
+
+def diagnose(trace: Trace | RankTrace, failure: Failure | None = None) -> Findings:
+    """The hazards in a trace: of all ranks, or of one (a live look is one rank's trace of one moment).
+
+    ``failure`` is an exception that was met in the state with which the trace ends. An empty result means that no
+    rule found anything.
+    """
+    ranks = [trace] if isinstance(trace, RankTrace) else list(trace)
+    judge = Judge()
+    hits: list[Hit] = []
+    notes: dict[str, None] = {}
+    for rank in ranks:
+        hits += judge.rank(rank, failure)
+        notes.update(dict.fromkeys(resting_buffers(rank)) if not notes else {})
+    world_size = max((rank.header.world_size for rank in ranks), default=1)
+    findings = [_finding(group, world_size, failure) for group in _alike(hits)]
+    if any(f.code == "DK501" for f in findings):
+        notes.clear()
+    return Findings(
+        _in_order_of_blame(findings),
+        notes=notes,
+        simulated=any(rank.header.simulated for rank in ranks),
+        problems=_unreadable(ranks),
+    )
+
+
+def _alike(hits: Iterable[Hit]) -> list[list[Hit]]:
+    """Hits of one hazard by one cause, over ranks, together."""
+    groups: dict[tuple[object, ...], list[Hit]] = {}
+    for hit in hits:
+        origin = hit.origin
+        phase = 0 if origin is None else origin.phase
+        model = next(iter(hit.rows.values())).model
+        groups.setdefault((hit.rule.code, model, phase, _identity(origin.cause if origin else None)), []).append(hit)
+    return list(groups.values())
+
+
+def _identity(cause: Cause | None) -> object:
+    if cause is None:
+        return None
+    frame = cause.frame
+    # Targets differ from hit to hit (one call per child), and so may devices in the request: the line is the culprit.
+    return (cause.operation, None if frame is None else (frame.file, frame.line, frame.function))
+
+
+def _finding(hits: list[Hit], world_size: int, failure: Failure | None) -> Finding:
+    first = min(hits, key=lambda hit: (hit.judged.moment.phase, hit.rank.rank, hit.judged.moment.index))
+    names: dict[tuple[int, str], None] = {}
+    for hit in hits:
+        names.update(((row.id, row.label), None) for row in hit.rows.values())
+    failed = next((hit.failures[0] for hit in hits if hit.failures), None)
+    exception = failed.failure if failed else failure if failure and _speaks(first, failure) else None
+    judged = first.judged.moment
+    phase = first.rank.phases.get(judged.phase)
+    severity = "now" if exception is not None else first.rule.severity
+    return Finding(
+        rule=first.rule,
+        severity=severity,
+        names=tuple(label for _, label in sorted(names)),
+        residency=residency_text(first),
+        ranks=tuple(sorted({hit.rank.rank for hit in hits})),
+        world_size=world_size,
+        phase=phase.name if phase else "",
+        moment=judged.index,
+        evidence=tuple(evidence(first, exception)),
+        cause=first.origin.cause if first.origin else None,
+        consequences=consequences(first.rank, judged),
+        lasting=any(hit.lasting for hit in hits),
+        failure=f"{exception.type}: {exception.message}" if exception else "",
+        model=next(iter(first.rows.values())).model,
+    )
+
+
+def _speaks(hit: Hit, failure: Failure) -> bool:
+    from diagkit.diagnosis.signatures import said
+
+    return bool(said(failure.message).intersection(hit.rule.says))
+
+
+def _in_order_of_blame(findings: list[Finding]) -> list[Finding]:
+    """What came first, first; what merely follows from another finding, after it and marked so."""
+    codes = {finding.code for finding in findings}
+    marked = []
+    for finding in findings:
+        # A finding that is gone may well have left this one behind: an aborted first forward outlives its cause.
+        source = next((code for code in finding.rule.follows if code in codes), "")
+        marked.append(_following(finding, source) if source else finding)
+    return sorted(marked, key=lambda f: (bool(f.follows), not f.failure, f.moment, f.code))
+
+
+def _following(finding: Finding, source: str) -> Finding:
+    from dataclasses import replace
+
+    return replace(finding, follows=source)
+
+
+def _unreadable(ranks: list[RankTrace]) -> list[str]:
+    told: dict[str, None] = {}
+    for rank in ranks:
+        for facts in rank.facts:
+            reason = getattr(facts, "unreadable", None)
+            if reason:
+                told[reason] = None
+    return list(told)

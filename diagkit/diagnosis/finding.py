@@ -1,0 +1,245 @@
+"""What a diagnosis says: findings, and what they carry."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from diagkit.diagnosis.rule import SEVERITIES, Rule
+from diagkit.trace.patterns import compress
+from diagkit.trace.schema import Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Consequence:
+    """What one operation will do in the state that was found. ``source`` says on which torch that was measured."""
+
+    operation: str
+    outcome: str  # "ok", "crash", "silent", "blocked", "depends", "unknown"
+    text: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.operation}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One hazard in one trace or live model, over all ranks that show it."""
+
+    rule: Rule
+    severity: str
+    names: tuple[str, ...]  # labels of the rows concerned, in table order, over all ranks
+    residency: str  # "npu:0/cpu pinned": metadata device / storage device, as the first rank has it
+    ranks: tuple[int, ...]
+    world_size: int
+    phase: str  # name of the phase in which it was judged, "" outside any
+    moment: int  # index, on the first rank of ``ranks``
+    evidence: tuple[str, ...]
+    cause: Cause | None = None
+    consequences: tuple[Consequence, ...] = ()
+    lasting: bool = True  # still so at the end of the trace
+    follows: str = ""  # code of the finding that this one merely follows from
+    failure: str = ""  # the exception that it explains, "RuntimeError: ..."
+    model: str = "model"
+
+    @property
+    def code(self) -> str:
+        return self.rule.code
+
+    @property
+    def title(self) -> str:
+        return self.rule.title
+
+    @property
+    def remedy(self) -> str:
+        return self.rule.text["Remedy"]
+
+    @property
+    def call(self) -> str:
+        """Lines of code that mend it on a live model; "" where there are none."""
+        return self.rule.text.get("Call", "").replace("\n\n", "\n")
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        return self.rule.references
+
+    @property
+    def detected_by(self) -> str:
+        return self.rule.text["Detected by"]
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        """The rows concerned as patterns: ``"layers.{0..31}.mlp.up_proj.weight ×32"``."""
+        return tuple(map(str, compress(self.names)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, the same for every finding."""
+        return {
+            "code": self.code,
+            "severity": self.severity,
+            "title": self.title,
+            "model": self.model,
+            "where": list(self.where),
+            "count": len(self.names),
+            "residency": self.residency,
+            "ranks": list(self.ranks),
+            "world_size": self.world_size,
+            "phase": self.phase,
+            "moment": self.moment,
+            "evidence": list(self.evidence),
+            "cause": None if self.cause is None else _cause(self.cause),
+            "failure": self.failure,
+            "follows": self.follows,
+            "lasting": self.lasting,
+            "consequences": [
+                {"operation": c.operation, "outcome": c.outcome, "text": c.text, "source": c.source}
+                for c in self.consequences
+            ],
+            "remedy": self.remedy,
+            "call": self.call,
+            "references": list(self.references),
+            "detected_by": self.detected_by,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self, width: int = 3) -> list[str]:
+        """The finding for a terminal; ``width`` is how many patterns and consequences are written out."""
+        head = f"{self.code} {self.title} [{self.severity}]"
+        out = [head + ("" if self.lasting else " (gone by the end)")]
+        if self.follows:
+            out.append(f"  follows from {self.follows}: mend that first")
+        shown = ", ".join(self.where[:width]) + (
+            f" and {len(self.where) - width} more" if len(self.where) > width else ""
+        )
+        out.append(f"  where: {shown or '-'}" + (f" ({self.residency})" if self.residency else ""))
+        out.append(
+            f"  ranks: {ranks_text(self.ranks, self.world_size)}" + (f", phase {self.phase}" if self.phase else "")
+        )
+        out += [f"  seen: {line}" for line in self.evidence]
+        if self.cause is not None:
+            out.append(f"  cause: {self.cause}")
+        bad = [c for c in self.consequences if c.outcome not in ("ok", "unknown")]
+        out += [f"  next: {c}" for c in bad[:width]]
+        if len(bad) > width:
+            out.append(f"  next: and {len(bad) - width} more operations that fail or go wrong")
+        out.append(f"  remedy: {self.remedy}")
+        out += [f"  call: {line}" for line in self.call.splitlines()]
+        return out
+
+
+class Findings(list[Finding]):
+    """Findings, the first to blame first. ``notes`` are facts worth knowing that are no fault."""
+
+    def __init__(
+        self,
+        findings: Iterable[Finding] = (),
+        notes: Iterable[str] = (),
+        simulated: bool = False,
+        problems: Iterable[str] = (),
+    ) -> None:
+        super().__init__(findings)
+        self.notes = tuple(notes)
+        self.simulated = simulated
+        self.problems = tuple(problems)
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Each code once, in order."""
+        return tuple(dict.fromkeys(finding.code for finding in self))
+
+    @property
+    def worst(self) -> str | None:
+        """The gravest severity; None without findings."""
+        return max((f.severity for f in self), key=SEVERITIES.index, default=None)
+
+    def at_least(self, severity: str) -> list[Finding]:
+        """Findings of this severity or graver.
+
+        Raises:
+            ValueError: no such severity.
+        """
+        floor = SEVERITIES.index(severity)
+        return [f for f in self if SEVERITIES.index(f.severity) >= floor]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "simulated": self.simulated,
+            "findings": [finding.to_json() for finding in self],
+            "notes": list(self.notes),
+            "problems": list(self.problems),
+        }
+
+    def __repr__(self) -> str:
+        where = " (simulated accelerator)" if self.simulated else ""
+        if not self:
+            head = f"no residency hazard found{where}"
+        else:
+            head = f"{len(self)} finding{'s' if len(self) > 1 else ''}{where}: {', '.join(self.codes)}"
+        lines = [head]
+        for finding in self:
+            lines += ["", *finding.lines()]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"not readable: {problem}" for problem in self.problems[:5]]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        head, *rest = repr(self).splitlines()[:1] or [""]
+        parts = [f"<div class='diagkit-findings'><b>{html.escape(head)}</b>", *rest]
+        for f in self:
+            where = html.escape("; ".join(f.where[:3])) + (" …" if len(f.where) > 3 else "")
+            cells = [
+                ("where", f"<code>{where}</code> {html.escape(f.residency)}"),
+                ("ranks", html.escape(ranks_text(f.ranks, f.world_size))),
+                *(("seen", html.escape(line)) for line in f.evidence),
+                *([("cause", f"<code>{html.escape(str(f.cause))}</code>")] if f.cause else []),
+                *(("next", html.escape(str(c))) for c in f.consequences if c.outcome not in ("ok", "unknown")),
+                ("remedy", html.escape(f.remedy)),
+                *([("call", f"<code>{html.escape(f.call)}</code>")] if f.call else []),
+            ]
+            body = "".join(
+                f"<tr><th style='text-align:left;vertical-align:top'>{k}</th><td style='text-align:left'>{v}</td></tr>"
+                for k, v in cells
+            )
+            title = html.escape(f"{f.code} {f.title} [{f.severity}]")
+            parts.append(f"<details><summary>{title}</summary><table>{body}</table></details>")
+        parts += [f"<p>note: {html.escape(note)}</p>" for note in self.notes]
+        return "".join(parts) + "</div>"
+
+
+def ranks_text(ranks: tuple[int, ...], world_size: int) -> str:
+    """``"all 8"``, ``"0, 1"``, ``"0..6 of 8"``.
+
+    >>> ranks_text((0, 1, 2, 5), 8)
+    '0..2, 5 of 8'
+    """
+    if len(ranks) == world_size:
+        return f"all {world_size}" if world_size > 1 else "0 of 1" if ranks == (0,) else f"{ranks[0]}"
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return (
+        ", ".join(str(a) if a == b else f"{a}..{b}" if b > a + 1 else f"{a}, {b}" for a, b in spans)
+        + f" of {world_size}"
+    )
+
+
+def _cause(cause: Cause) -> dict[str, Any]:
+    frame = cause.frame
+    return {
+        "operation": cause.operation,
+        "chain": list(cause.chain),
+        "target": cause.target,
+        "request": cause.request,
+        "frame": None
+        if frame is None
+        else {"file": frame.file, "line": frame.line, "function": frame.function, "code": frame.code},
+        "stack": [{"file": f.file, "line": f.line, "function": f.function, "code": f.code} for f in cause.stack],
+    }

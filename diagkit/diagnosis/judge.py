@@ -1,0 +1,324 @@
+"""Asks the rules about one rank's states.
+
+The cost follows what differs: a rule is asked once per distinct set of facts, rows are looked at only where some
+row could matter, and a state that did not change since it was last judged is not judged again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from diagkit.diagnosis.moments import Judged, judged_moments
+from diagkit.diagnosis.rule import Rule, Subject, World, all_rules
+from diagkit.diagnosis.signatures import SIGNATURES, said
+from diagkit.trace import RankTrace
+from diagkit.trace.schema import (
+    ABSENT,
+    BUFFER,
+    ENGINE,
+    GROUP,
+    OPTIMIZER,
+    PARAMETER,
+    EngineFacts,
+    Facts,
+    Failure,
+    GroupFacts,
+    Moment,
+    OptimizerFacts,
+    Residency,
+    Row,
+    device_type,
+)
+
+_ANY_TEXT = frozenset(SIGNATURES)
+
+
+@dataclass(slots=True)
+class Hit:
+    """One rule held for some rows of one rank, from ``origin`` (the moment since which it does) on."""
+
+    rule: Rule
+    rank: RankTrace
+    rows: dict[int, Row]
+    origin: Moment | None
+    judged: Judged
+    failures: list[Moment] = field(default_factory=list)  # exceptions that speak of it
+    lasting: bool = False
+
+
+@dataclass(slots=True)
+class Layout:
+    """What depends on a rank's table alone; shared between ranks with the same rows."""
+
+    segments: list[tuple[str, int, int]]  # kind, first row, one past the last
+    group_of: dict[int, int | None] = field(default_factory=dict)  # parameter row -> row of its FSDP group
+    groups: dict[tuple[str, str], int] = field(default_factory=dict)  # (model, module name) -> row of its group
+
+
+def layout_of(rows: list[Row]) -> Layout:
+    """Runs of rows of one kind, and which group owns which name."""
+    segments: list[tuple[str, int, int]] = []
+    groups: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if segments and segments[-1][0] == row.kind:
+            segments[-1] = (row.kind, segments[-1][1], row.id + 1)
+        else:
+            segments.append((row.kind, row.id, row.id + 1))
+        if row.kind == GROUP:
+            groups.setdefault((row.model, row.name), row.id)
+    return Layout(segments, groups=groups)
+
+
+class Judge:
+    """Judges ranks one after another and remembers what it asked."""
+
+    def __init__(self) -> None:
+        self._rules = all_rules()
+        self._layouts: dict[int, tuple[list[Row], Layout]] = {}
+        self._suspects: dict[tuple[str, Facts, frozenset[Facts | None], str | None], tuple[Rule, ...]] = {}
+
+    def rank(self, trace: RankTrace, failure: Failure | None = None) -> list[Hit]:
+        """What the rules find in a rank's trace.
+
+        ``failure``: an exception met in the last state (a live look after it).
+        """
+        return _Run(self, trace, failure).hits()
+
+    def layout(self, trace: RankTrace) -> Layout:
+        rows = trace.rows
+        key = id(rows[0]) ^ len(rows) if rows else 0  # ranks read through one table cache share their Row objects
+        known = self._layouts.get(key)
+        if (
+            known is None
+            or len(known[0]) != len(rows)
+            or (rows and (known[0][0] is not rows[0] or known[0][-1] is not rows[-1]))
+        ):
+            known = self._layouts[key] = (rows, layout_of(rows))
+        return known[1]
+
+    def suspects(self, kind: str, facts: Facts, around: frozenset[Facts | None], world: World) -> tuple[Rule, ...]:
+        """Rules that such a row could meet in some context of this rank: more than do, never fewer."""
+        key = (kind, facts, around, world.accelerator)
+        found = self._suspects.get(key)
+        if found is None:
+            groups = [None, *(f for f in around if isinstance(f, GroupFacts))]
+            owners = [None, *(f for f in around if isinstance(f, Residency))]
+            found = tuple(
+                rule
+                for rule in self._rules
+                if kind in rule.kinds
+                and any(
+                    rule.asks(Subject(kind, facts, world, part, group, owner, rested))
+                    for group in groups
+                    for owner in (owners if kind not in (PARAMETER, BUFFER, GROUP, ENGINE) else [None])
+                    for part in ("", "step")
+                    for rested in (None, world.accelerator, "cpu")
+                )
+            )
+            self._suspects[key] = found
+        return found
+
+
+class _Run:
+    """One rank, moment after moment."""
+
+    def __init__(self, judge: Judge, trace: RankTrace, failure: Failure | None) -> None:
+        self.judge = judge
+        self.trace = trace
+        self.layout = judge.layout(trace)
+        self.extra = failure
+        count = len(trace.rows)
+        self.facts: list[int] = [ABSENT] * count
+        self.since: list[int] = [-1] * count  # moment at which the row took the facts that it has
+        self.rested: dict[int, str] = {}  # buffer row -> where its bytes first rested
+        self.found: dict[tuple[str, int], Hit] = {}
+        self.open: dict[tuple[str, int], tuple[str, int]] = {}  # (code, row) at the last rest -> key of its hit
+        self.world = World()
+        self.cache: dict[tuple[object, ...], bool] = {}  # answers in this world
+        self.doubts: dict[tuple[str, int], tuple[Rule, ...]] = {}
+        self.around = frozenset(self._context_facts())
+        self.any_world = World(
+            accelerator=self._accelerator,
+            groups=tuple(f for f in self.around if isinstance(f, GroupFacts)),
+            engines=tuple(f for f in self.around if isinstance(f, EngineFacts)),
+            backends=trace.header.backends,
+            said=_ANY_TEXT,
+        )
+
+    def hits(self) -> list[Hit]:
+        judged: dict[int, list[Judged]] = {}
+        for entry in judged_moments(self.trace):
+            judged.setdefault(entry.moment.index, []).append(entry)
+        dirty = True
+        for moment in self.trace.moments:
+            self._replay(moment)
+            dirty = dirty or bool(moment.changes) or moment.key
+            for entry in judged.get(moment.index, ()):
+                if entry.resting and not dirty and self.extra is None:
+                    continue
+                self._judge(entry)
+                dirty = dirty and not entry.resting
+        for key in self.open.values():
+            self.found[key].lasting = True
+        return list(self.found.values())
+
+    def _replay(self, moment: Moment) -> None:
+        facts, since = self.facts, self.since
+        if moment.key:
+            before = facts.copy()
+            facts[:] = [ABSENT] * len(facts)
+        for change in moment.changes:
+            end = change.start + change.count
+            rows = range(change.start, end)
+            if moment.key:
+                for row in rows:
+                    if before[row] != change.facts:
+                        since[row] = moment.index
+            elif self._holds_on(change.facts):
+                for row in rows:
+                    if facts[row] != change.facts and not self._same_trouble(row, facts[row], change.facts):
+                        since[row] = moment.index
+            else:
+                since[change.start : end] = [moment.index] * change.count
+            facts[change.start : end] = [change.facts] * change.count
+
+    def _holds_on(self, number: int) -> bool:
+        """Whether a row with these facts may carry on a trouble that it had before."""
+        facts = self.trace.facts[number]
+        return isinstance(facts, Residency) and (facts.split or facts.metadata_device == "meta")
+
+    def _same_trouble(self, row: int, old: int, new: int) -> bool:
+        before, after = self.trace.facts[old], self.trace.facts[new]
+        return isinstance(before, Residency) and isinstance(after, Residency) and before.short() == after.short()
+
+    def _judge(self, entry: Judged) -> None:
+        failure = entry.moment.failure if entry.why == "failed" else None
+        if entry.why == "last" and self.extra is not None:
+            failure = self.extra
+        world = self._world(failure, entry.resting)
+        if world != self.world:
+            self.world, self.cache = world, {}
+        held: dict[tuple[str, int], tuple[str, int]] = {}
+        for row, rule in self._held():
+            speaks = bool(world.said.intersection(rule.says))
+            if not entry.resting and not speaks:
+                continue
+            since = self.since[row.id]
+            key = self.open.get((rule.code, row.id), (rule.code, since))
+            hit = self.found.get(key)
+            if hit is None:
+                origin = self.trace.moments[since] if since >= 0 else None
+                hit = self.found[key] = Hit(rule, self.trace, {}, origin, entry)
+            hit.rows[row.id] = row
+            held[rule.code, row.id] = key
+            if entry.why == "failed" and entry.moment not in hit.failures:
+                hit.failures.append(entry.moment)
+        if entry.resting:
+            self.open = held
+            self._note_rest()
+
+    def _held(self) -> Iterator[tuple[Row, Rule]]:
+        """Rows and the rules that hold for them."""
+        for kind, first, end in self.layout.segments:
+            present = set(self.facts[first:end])
+            doubtful = {
+                number: rules for number in present if number != ABSENT and (rules := self._doubts(kind, number))
+            }
+            if not doubtful:
+                continue
+            for row in range(first, end):
+                for rule in doubtful.get(self.facts[row], ()):
+                    if self._asks(rule, row):
+                        yield self.trace.rows[row], rule
+
+    def _doubts(self, kind: str, number: int) -> tuple[Rule, ...]:
+        found = self.doubts.get((kind, number))
+        if found is None:
+            facts = self.trace.facts[number]
+            found = () if facts is None else self.judge.suspects(kind, facts, self.around, self.any_world)
+            self.doubts[kind, number] = found
+        return found
+
+    def _asks(self, rule: Rule, number: int) -> bool:
+        row = self.trace.rows[number]
+        owner = row.of if row.of is not None else number
+        group = self._group(owner)
+        group_number = ABSENT if group is None else self.facts[group]
+        owner_number = self.facts[row.of] if row.of is not None else ABSENT
+        rested = self.rested.get(number)
+        key = (rule.code, row.kind, row.part, self.facts[number], group_number, owner_number, rested)
+        answer = self.cache.get(key)
+        if answer is None:
+            facts = self.trace.facts[self.facts[number]]
+            group_facts = self.trace.facts[group_number]
+            owner_facts = self.trace.facts[owner_number]
+            assert facts is not None
+            subject = Subject(
+                row.kind,
+                facts,
+                self.world,
+                row.part.rpartition(":")[2],
+                group_facts if isinstance(group_facts, GroupFacts) else None,
+                owner_facts if isinstance(owner_facts, Residency) else None,
+                rested,
+            )
+            answer = self.cache[key] = rule.asks(subject)
+        return answer
+
+    def _group(self, number: int) -> int | None:
+        """The row of the FSDP group that a row's parameter belongs to: that of the nearest enclosing module."""
+        known = self.layout.group_of
+        if number not in known:
+            row = self.trace.rows[number]
+            name = row.name
+            found = None
+            while found is None:
+                found = self.layout.groups.get((row.model, name))
+                if not name:
+                    break
+                name = name.rpartition(".")[0]
+            known[number] = None if row.kind == GROUP else found
+        return known[number]
+
+    @property
+    def _accelerator(self) -> str | None:
+        device = self.trace.header.device
+        return None if device == "cpu" else device
+
+    def _world(self, failure: Failure | None, resting: bool) -> World:
+        present = {
+            number
+            for kind, first, end in self.layout.segments
+            if kind in (GROUP, ENGINE, OPTIMIZER)
+            for number in self.facts[first:end]
+        }
+        found = [self.trace.facts[number] for number in sorted(present) if number != ABSENT]
+        return World(
+            accelerator=self._accelerator,
+            groups=tuple(f for f in found if isinstance(f, GroupFacts)),
+            optimizers=tuple(f for f in found if isinstance(f, OptimizerFacts)),
+            engines=tuple(f for f in found if isinstance(f, EngineFacts)),
+            backends=self.trace.header.backends,
+            failure=failure,
+            said=said(failure.message) if failure else frozenset(),
+            resting=resting,
+        )
+
+    def _context_facts(self) -> Iterable[Facts | None]:
+        """Every group's and parameter's facts that this rank ever shows: what may surround a row."""
+        seen: set[int] = set()
+        for moment in self.trace.moments:
+            for change in moment.changes:
+                if change.facts not in seen:
+                    seen.add(change.facts)
+                    yield self.trace.facts[change.facts]
+
+    def _note_rest(self) -> None:
+        for kind, first, end in self.layout.segments:
+            if kind != BUFFER:
+                continue
+            for row in range(first, end):
+                facts = self.trace.facts[self.facts[row]]
+                if isinstance(facts, Residency) and row not in self.rested and facts.metadata_device != "meta":
+                    self.rested[row] = device_type(facts.storage_device) or ""

@@ -1,0 +1,161 @@
+"""A state in a few words: the facts of a rank at one moment, reduced to what decides what the next operation does.
+
+These words are the keys of the measured tables, so a live model, a trace and a measurement all speak of a state alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from diagkit.trace import RankTrace
+from diagkit.trace.schema import (
+    BUFFER,
+    GRADIENT,
+    GROUP,
+    OPTIMIZER_STATE,
+    PARAMETER,
+    GroupFacts,
+    Moment,
+    Residency,
+    device_type,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Facets:
+    """What decides. Where parameters differ among themselves, the worst of them speaks."""
+
+    policy: str = "none"  # "none", "pinned", "unpinned"; "no FSDP2" without groups
+    parameters: str = "home"  # "home", "parked", "split", "hand split", "moved", "past reset", "meta"
+    lazy_init: str = "no"  # "no", "done", "unfinished"
+    backward: str = "idle"  # "idle", "aborted"
+    gradients: str = "none"  # "none", "home", "stranded"
+    optimizer: str = "empty"  # "empty", "home", "stranded"
+    buffers: str = "home"  # "home" (with the computation, or none), "cpu", "meta"
+    ranks: str = "one"  # "one", "cpu backend", "no cpu backend"
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+    def distance(self, other: Facets) -> int:
+        """How unlike two states are; facets that decide more weigh more."""
+        weights = {
+            "ranks": 1,
+            "optimizer": 2,
+            "buffers": 3,
+            "gradients": 3,
+            "backward": 20,
+            "lazy_init": 40,
+            "parameters": 200,
+            "policy": 100,
+        }
+        mine, theirs = asdict(self), asdict(other)
+        return sum(weight for name, weight in weights.items() if mine[name] != theirs[name])
+
+    def __str__(self) -> str:
+        offload = {"none": "no offload policy", "no FSDP2": "no FSDP2"}.get(
+            self.policy, f"offload policy, {self.policy}"
+        )
+        words = [offload, f"parameters {self.parameters}", f"lazy init {self.lazy_init}"]
+        usual = Facets()
+        words += [
+            f"{name} {value}"
+            for name, value in asdict(self).items()
+            if name in ("backward", "gradients", "optimizer", "buffers") and value != getattr(usual, name)
+        ]
+        return ", ".join(words)
+
+
+# From what decides most to what decides least.
+_PARAMETERS = ("meta", "split", "hand split", "moved", "past reset", "parked", "home")
+
+
+def facets(rank: RankTrace, moment: Moment | int = -1) -> Facets:
+    """The state of a rank right after a moment (default: the last), in facets."""
+    if not rank.moments:
+        return Facets(policy="no FSDP2")
+    numbers = rank.state(moment).facts
+    pairs = [(row, rank.facts[numbers[row.id]]) for row in rank.rows]
+    groups = [f for row, f in pairs if row.kind == GROUP and isinstance(f, GroupFacts)]
+    tensors = [(row, f) for row, f in pairs if isinstance(f, Residency)]
+    where = {row.id: f for row, f in tensors}
+    policy, computes = _policy(groups, rank)
+    of_kind = {kind: [f for row, f in tensors if row.kind == kind] for kind in (PARAMETER, BUFFER)}
+    return Facets(
+        policy=policy,
+        parameters=_worst({_parameter(f, policy, computes) for f in of_kind[PARAMETER]}),
+        lazy_init=_lazy(groups),
+        backward="aborted" if any(_aborted(g) for g in groups) else "idle",
+        gradients=_beside([(f, where.get(row.of or 0)) for row, f in tensors if row.kind == GRADIENT], "none"),
+        optimizer=_beside(
+            [
+                (f, where.get(row.of or 0))
+                for row, f in tensors
+                if row.kind == OPTIMIZER_STATE and not row.part.endswith("step")
+            ],
+            "empty",
+        ),
+        buffers=_buffers(of_kind[BUFFER], computes),
+        ranks=_ranks(groups),
+    )
+
+
+def _policy(groups: Sequence[GroupFacts], rank: RankTrace) -> tuple[str, str | None]:
+    if not groups:
+        return "no FSDP2", None if rank.header.device == "cpu" else rank.header.device
+    offloading = [g for g in groups if g.offload]
+    computes = groups[0].mesh_device
+    if not offloading:
+        return "none", computes
+    return ("pinned" if any(g.pin_memory for g in offloading) else "unpinned"), computes
+
+
+def _parameter(facts: Residency, policy: str, computes: str | None) -> str:
+    metadata, storage = device_type(facts.metadata_device), device_type(facts.storage_device)
+    if metadata == "meta":
+        return "meta"
+    if facts.split:
+        whole = facts.empty or (facts.pinned is True and facts.aliased is not False)
+        return "split" if metadata == computes and storage == "cpu" and policy == "pinned" and whole else "hand split"
+    if policy in ("pinned", "unpinned"):
+        if storage == "cpu" or facts.empty or facts.wrapper != "DTensor":
+            return "home"
+        return "past reset" if facts.aliased is False else "moved"
+    return "parked" if storage == "cpu" and computes not in (None, "cpu") else "home"
+
+
+def _worst(words: set[str]) -> str:
+    return next((word for word in _PARAMETERS if word in words), "home")
+
+
+def _lazy(groups: Sequence[GroupFacts]) -> str:
+    found = {g.lazy_init for g in groups}
+    return next((word for word in ("unfinished", "no", "done") if word in found), "no")
+
+
+def _aborted(group: GroupFacts) -> bool:
+    return not group.backward_running and (group.backward_pending or group.training_state == "post_backward")
+
+
+def _beside(pairs: Iterable[tuple[Residency, Residency | None]], nothing: str) -> str:
+    found = {
+        "stranded" if device_type(f.storage_device) != device_type(owner.storage_device) else "home"
+        for f, owner in pairs
+        if owner is not None and not f.empty
+    }
+    return "stranded" if "stranded" in found else nothing if not found else "home"
+
+
+def _buffers(buffers: Sequence[Residency], computes: str | None) -> str:
+    places = {device_type(f.storage_device or f.metadata_device) for f in buffers}
+    return "meta" if "meta" in places else "cpu" if "cpu" in places and computes not in (None, "cpu") else "home"
+
+
+def _ranks(groups: Sequence[GroupFacts]) -> str:
+    if not any(g.mesh_size > 1 for g in groups):
+        return "one"
+    lacking = any(
+        g.backends and "cpu" not in {part.partition(":")[0] for part in g.backends.split(",")} for g in groups
+    )
+    return "no cpu backend" if lacking else "cpu backend"

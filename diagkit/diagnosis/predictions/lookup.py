@@ -1,0 +1,179 @@
+"""Looks a state up in the measured tables, and says on which torch a prediction was measured.
+
+A table is one small JSON file per torch version beside this module, written by ``make predictions``. For a torch
+that was not measured the nearest older table answers, else the oldest, and every answer is labelled so.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from diagkit.diagnosis.finding import Consequence
+from diagkit.diagnosis.predictions.facets import Facets, facets
+from diagkit.trace import RankTrace
+from diagkit.trace.schema import Moment
+
+#: The operations that are measured, in the order in which they are told.
+OPERATIONS = (
+    "state_dict",
+    "get_model_state_dict",
+    "load_state_dict",
+    "optimizer.load_state_dict",
+    "forward",
+    "backward",
+    "optimizer.step",
+    "clip_grad_norm_",
+    "full_tensor",
+    ".to(device)",
+    '.to("cpu")',
+    "export",
+    "save",
+)
+
+#: How an error or a silent fault is told.
+ERRORS: Mapping[str, str] = {
+    "set_storage": "raises 'Attempted to set the storage of a tensor ... to a storage on different device'",
+    "materialized": "raises 'FSDP parameters should be materialized on CPU'",
+    "grad_device": "raises 'attempting to assign a gradient with device type ...'",
+    "same_device": "raises 'Expected all tensors to be on the same device'",
+    "swap": "raises 'Couldn't swap ...'",
+    "no_backend": "raises 'No backend type associated with device type cpu'",
+    "param_dtype": "raises \"'FSDPParam' object has no attribute 'param_dtype'\", which says nothing of the cause",
+    "meta": "raises, because there are no bytes on meta",
+    "stale": "works on old values without a word: what was written is not what is gathered",
+    "no gradient": "seems to work, and no gradient reaches the optimizer's parameters",
+    "nothing arrives": "seems to work, and no value arrives",
+    "on cpu": "works, but the result is on the CPU",
+    "lands apart": "seems to work, but leaves state on another device than its parameter: the step fails",
+    "splits": "seems to work, and splits metadata from bytes (DK101)",
+    "moves": "seems to work, and leaves the parameters on the accelerator under the policy (DK103)",
+    "no effect": "does nothing, without a word",
+    "drags buffers": "works, and drags the buffers to the CPU (DK501)",
+    "stays broken": "seems to work, and mends nothing",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What one operation did in one state.
+
+    ``outcome``: "ok", "crash", "silent", "blocked" (an operation before it fails) or "depends" (on the model).
+    ``error``: a key of `ERRORS`, or the exception's first words.
+    """
+
+    outcome: str
+    error: str = ""
+
+    @property
+    def text(self) -> str:
+        told = ERRORS.get(self.error, f"raises '{self.error}'" if self.outcome == "crash" else self.error)
+        return {
+            "ok": "works" + (f"; {told}" if told else ""),
+            "blocked": f"is not reached: forward {told}",
+            "depends": f"depends on the model: where forward does not move its buffers itself it {told}",
+        }.get(self.outcome, told)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The measurements on one torch version."""
+
+    torch: str
+    simulated: bool
+    states: Mapping[Facets, Mapping[str, Cell]]
+    names: Mapping[Facets, str]
+
+
+class Prediction(dict[str, Cell]):
+    """What each operation will do: operation -> `Cell`.
+
+    ``exact``: this very state was measured; else ``state`` is the nearest that was. ``torch``: on which version.
+    ``label`` is what a reader must know: "" for a state measured on the running torch.
+    """
+
+    def __init__(self, cells: Mapping[str, Cell], state: Facets, exact: bool, torch: str, label: str) -> None:
+        super().__init__(cells)
+        self.state = state
+        self.exact = exact
+        self.torch = torch
+        self.label = label
+
+
+@functools.cache
+def tables() -> Mapping[str, Table]:
+    """Every shipped table, by torch version ("2.13.0")."""
+    found = {}
+    for file in resources.files(__package__).iterdir():
+        if file.name.startswith("torch-") and file.name.endswith(".json"):
+            table = read_table(json.loads(file.read_text(encoding="utf-8")))
+            found[table.torch] = table
+    return found
+
+
+def read_table(data: Mapping[str, Any]) -> Table:
+    """A table from its JSON form."""
+    states = {}
+    names = {}
+    for entry in data["states"]:
+        key = Facets(**entry["state"])
+        states[key] = {operation: Cell(*cell) for operation, cell in entry["operations"].items()}
+        names[key] = entry["name"]
+    return Table(data["torch"], bool(data["simulated"]), states, names)
+
+
+def predict(state: Facets, torch: str = "", table: Table | None = None) -> Prediction | None:
+    """What each operation will do in this state. None where nothing like it was measured (no FSDP2, no table).
+
+    ``torch`` is the version that runs, "2.13.0+cpu"; "" takes the newest table.
+    """
+    label = ""
+    if table is None:
+        chosen, label = _table_for(torch)
+        if chosen is None:
+            return None
+        table = chosen
+    if state.policy == "no FSDP2" or not table.states:
+        return None
+    nearest = min(table.states, key=state.distance)
+    distance = state.distance(nearest)
+    if distance >= 20:
+        return None
+    if distance:
+        label = "; ".join(
+            filter(None, (label, f"this very state was not measured; the nearest that was: {table.names[nearest]}"))
+        )
+    return Prediction(table.states[nearest], nearest, distance == 0, table.torch, label)
+
+
+def _table_for(torch: str) -> tuple[Table | None, str]:
+    known = tables()
+    if not known:
+        return None, ""
+    order = sorted(known, key=_number)
+    if not torch:
+        return known[order[-1]], ""
+    version = torch.partition("+")[0]
+    if version in known:
+        return known[version], ""
+    same = [v for v in order if _number(v)[:2] == _number(version)[:2]]
+    older = [v for v in order if _number(v) <= _number(version)]
+    chosen = (same or older or order[:1])[-1]
+    return known[chosen], f"torch {version} was not measured; measured on {chosen}"
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def consequences(rank: RankTrace, moment: Moment | int = -1) -> tuple[Consequence, ...]:
+    """What each operation will do in the state after a moment, for findings and tables."""
+    found = predict(facets(rank, moment), rank.header.torch)
+    if found is None:
+        return ()
+    source = found.label or f"measured on torch {found.torch}"
+    return tuple(Consequence(operation, cell.outcome, cell.text, source) for operation, cell in found.items())

@@ -1,0 +1,5 @@
+"""The hazards, one small rule per code, grouped by family. Importing this room enters them all into the catalogue."""
+
+from diagkit.diagnosis.rules import buffers, collectives, engine, gradients, lifecycle, meta, optimizer, split
+
+__all__ = ["buffers", "collectives", "engine", "gradients", "lifecycle", "meta", "optimizer", "split"]

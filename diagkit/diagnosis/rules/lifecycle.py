@@ -1,0 +1,57 @@
+"""FSDP2's own bookkeeping after an exception passed through it. Every device looks healthy."""
+
+from __future__ import annotations
+
+from diagkit.diagnosis.rule import Subject, rule
+from diagkit.trace.schema import GROUP, GroupFacts
+
+
+@rule("DK601", kinds=(GROUP,), severity="now", says=("param_dtype",), follows=("DK101", "DK103a", "DK104"))
+def poisoned_lazy_init(it: Subject) -> bool:
+    """Poisoned lazy init: the first forward failed half-way, and each retry fails for another reason
+
+    What happens: FSDP2 initialises itself in the first forward. If that raises (split or moved parameters do it),
+    the root is marked as initialised and some parameters never got their dtypes. In a notebook or a retry loop the
+    cause is mended, the forward runs again, and fails with "'FSDPParam' object has no attribute 'param_dtype'",
+    which says nothing of the cause.
+
+    How to see it: The root mark is set, and a parameter of some group has no `param_dtype`. Devices may be healthy.
+
+    Remedy: Believe the first error, not this one. Mend what it names; then build the model again, or reset every
+    state's root mark and shared context so that lazy init runs anew.
+
+    Seen in: follows DK101 and DK103 in any notebook or retry loop
+
+    Detected by: facts.
+
+    Severity: now, and misleading.
+    """
+    return isinstance(it.facts, GroupFacts) and it.facts.lazy_init == "unfinished"
+
+
+@rule("DK604", kinds=(GROUP,), severity="silent", says=("second_backward",))
+def aborted_backward(it: Subject) -> bool:
+    """Aborted backward: no gradient reaches the optimizer any more
+
+    What happens: An exception passed through backward, FSDP2's or your own. The root still believes that its final
+    callback is queued, and groups stay in their post-backward state. Devices are healthy, forward and backward
+    passes seem to work, and the optimizer's parameters get no gradient at all: training goes on and learns nothing.
+
+    How to see it: The root's final callback is marked as queued, or a group is in `post_backward`, while no
+    backward is running; after the next backward the sharded parameters' `grad` is None.
+
+    Remedy: After an exception in backward build the model again, or reset FSDP2's iteration state (torch 2.13 has
+    `reset_iter_state()` on the root module), then `zero_grad()`.
+
+    Call: model.reset_iter_state()
+
+    Seen in: any exception in backward that a notebook or a retry loop survives
+
+    Detected by: facts, while no backward is running.
+
+    Severity: silent: training is dead.
+    """
+    facts = it.facts
+    if not isinstance(facts, GroupFacts) or facts.backward_running:
+        return False
+    return facts.backward_pending or facts.training_state == "post_backward"

@@ -1,0 +1,35 @@
+"""Error texts that this field meets, named once.
+
+A text is never a diagnosis: most of these have several causes, and one cause speaks in several texts. A rule lists
+the names of the texts that it explains (``says``); facts decide between them. Patterns are short on purpose, so
+that they hold across versions and devices. Texts were collected from runs on torch 2.9.1 and 2.13.0.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: name -> what the message holds
+SIGNATURES: dict[str, re.Pattern[str]] = {
+    name: re.compile(pattern, re.IGNORECASE | re.DOTALL)
+    for name, pattern in {
+        "set_storage": r"attempted to set the storage of a tensor on device \S+ to a storage on different device",
+        "materialized": r"FSDP parameters should be materialized on CPU when enabling CPU offloading",
+        "grad_device": r"attempting to assign a gradient with device type",
+        "same_device": r"expected all tensors to be on the same device|found at least two devices",
+        "swap": r"couldn'?t swap",
+        "no_backend": r"no backend type associated with device type",
+        "param_dtype": r"'FSDPParam' object has no attribute '(?:param_dtype|orig_dtype|reduce_dtype)'",
+        "meta": r"meta tensor|meta device|device meta|'meta' backend|device=meta|to meta|from meta",
+        "second_backward": r"backward through the graph a second time",
+    }.items()
+}
+
+
+def said(message: str) -> frozenset[str]:
+    """The names of the texts that a message holds.
+
+    >>> sorted(said('No backend type associated with device type cpu'))
+    ['no_backend']
+    """
+    return frozenset(name for name, pattern in SIGNATURES.items() if pattern.search(message))
