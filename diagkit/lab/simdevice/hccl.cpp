@@ -48,10 +48,10 @@ std::vector<Tensors> host(const std::vector<Tensors>& lists) {
   return views;
 }
 
-// Several works under one handle: what a coalesced group returns.
+// Several works under one handle: what a coalesced group returns; without parts, a work that is already done.
 class Together final : public Work {
  public:
-  explicit Together(std::vector<WorkPtr> parts) : parts_(std::move(parts)) {}
+  explicit Together(std::vector<WorkPtr> parts, Tensors results = {}) : parts_(std::move(parts)), results_(std::move(results)) {}
   bool isCompleted() override {
     for (auto& part : parts_) {
       if (!part->isCompleted()) return false;
@@ -68,12 +68,13 @@ class Together final : public Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     wait(std::chrono::milliseconds::zero());
     auto done = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    done->markCompleted(c10::IValue(Tensors{}));
+    done->markCompleted(c10::IValue(results_));
     return done;
   }
 
  private:
   std::vector<WorkPtr> parts_;
+  Tensors results_;
 };
 
 class Hccl final : public Backend {
@@ -106,7 +107,7 @@ class Hccl final : public Backend {
     auto views = host(tensors);
     c10d::AllreduceOptions plain = opts;
     const auto scale = before(views, plain.reduceOp);
-    return after(gloo_->allreduce(views, plain), views, scale);
+    return after(gloo_->allreduce(views, plain), views, scale, tensors);
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
     std::vector<WorkPtr> works;
@@ -120,7 +121,7 @@ class Hccl final : public Backend {
     auto views = host(tensors);
     c10d::ReduceOptions plain = opts;
     const auto scale = before(views, plain.reduceOp);
-    return after(gloo_->reduce(views, plain), getRank() == opts.rootRank ? views : Tensors{}, scale);
+    return after(gloo_->reduce(views, plain), getRank() == opts.rootRank ? views : Tensors{}, scale, tensors);
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     auto out = host(outputs);
@@ -158,21 +159,21 @@ class Hccl final : public Backend {
     c10d::ReduceScatterOptions plain = opts;
     std::optional<double> scale;
     for (auto& list : in) scale = before(list, plain.reduceOp, /*own=*/true);
-    return after(gloo_->reduce_scatter(out, in, plain), out, scale);
+    return after(gloo_->reduce_scatter(out, in, plain), out, scale, outputs);
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
     auto out = host(output);
     Tensors in{host(input)};
     c10d::ReduceScatterOptions plain = opts;
     const auto scale = before(in, plain.reduceOp, /*own=*/true);
-    return after(gloo_->_reduce_scatter_base(out, in[0], plain), {out}, scale);
+    return after(gloo_->_reduce_scatter_base(out, in[0], plain), {out}, scale, {output});
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
     auto out = host(outputs);
     auto in = host(inputs);
     c10d::ReduceScatterOptions plain = opts;
     const auto scale = before(in, plain.reduceOp, /*own=*/true);
-    return after(gloo_->reduce_scatter_tensor_coalesced(out, in, plain), out, scale);
+    return after(gloo_->reduce_scatter_tensor_coalesced(out, in, plain), out, scale, outputs);
   }
   WorkPtr alltoall_base(
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
@@ -244,11 +245,12 @@ class Hccl final : public Backend {
     }
     return std::nullopt;
   }
-  WorkPtr after(WorkPtr work, const Tensors& results, std::optional<double> divisor) {
+  WorkPtr after(WorkPtr work, const Tensors& results, std::optional<double> divisor, Tensors originals) {
     if (divisor) {
-      // The division needs the sum; waiting here keeps every handle a plain gloo work.
       work->wait(kNoTimeout);
       for (auto t : results) at::isIntegralType(t.scalar_type(), true) ? t.floor_divide_(*divisor) : t.div_(*divisor);
+      // Not gloo's own work: some of those write the sum into the output again at every wait.
+      work = c10::make_intrusive<Together>(std::vector<WorkPtr>{}, std::move(originals));
     }
     return kept(work);
   }
