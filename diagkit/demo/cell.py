@@ -6,7 +6,7 @@ the engine and the process with it. The record is JSON; nothing in it decides wh
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from diagkit.capture import Recorder, start
 from diagkit.demo.experiments import Experiment
-from diagkit.demo.observe import observe, summary
-from diagkit.lab.engines import GUARDS, EngineConfig, FSDPEngine, build_engine, revision
+from diagkit.lab.engines import ENGINES, GUARDS, EngineConfig, FSDPEngine, build_engine, revision
 from diagkit.lab.models import DecoderConfig, source_weights
 
 __all__ = ["MODEL", "checkpoint_folder", "config_of", "run_cell", "run_preparation"]
@@ -42,6 +42,11 @@ def checkpoint_folder(out: Path, cell: Experiment) -> Path:
     return out / "checkpoints" / f"{cell.engine}_{'manual' if cell.flags == 'manual' else 'policy'}"
 
 
+def trace_folder(out: Path, cell: Experiment) -> Path:
+    """Where the ranks of a cell leave their traces and logs."""
+    return out / "cells" / cell.slug
+
+
 def start_rank(rank: int, ranks: int, group: str, device: str, rendezvous: str) -> None:
     """Choose this rank's device and join the process group."""
     if device != "cpu":
@@ -59,53 +64,79 @@ def run_preparation(cell: Experiment, out: Path, device: str) -> dict[str, Any]:
 
 
 def run_cell(cell: Experiment, out: Path, device: str) -> dict[str, Any]:
-    """Run the operation on a fresh engine and tell what happened on this rank."""
+    """Record the engine's construction and one operation on it; tell what only this process can know.
+
+    Where everything was, what moved it and what failed first is in the trace (`evidence.py` reads it).
+    """
     started = time.monotonic()
+    told: dict[str, Any] = {"exported": None, "values": None, "retry": None, "exception": None}
+    engine = _engine(cell, device)
+    recorder = start(None, out=trace_folder(out, cell), job={"experiment": cell.name}, overwrite=True)
+    with recorder.phase("init", "initialize"):
+        _watch_when_built(engine, recorder)
+        engine.initialize()
+    recorder.watch(engine=engine)
+    try:
+        _operate(engine, cell, out, recorder, told)
+    except Exception as error:
+        told["exception"] = _told(error)
+        if cell.operation == "train":
+            with contextlib.suppress(Exception), recorder.phase("train", "retry"):
+                told["retry"] = _retry(engine)
+    recorder.close()
+    if told["exception"] is None and cell.operation == "load":
+        told["values"] = "equal" if _holds_checkpoint(engine, checkpoint_folder(out, cell)) else "differ"
+    told["outcome"] = "ok" if told["exception"] is None else "crash"
+    told["seconds"] = round(time.monotonic() - started, 3)
+    return told
+
+
+def _engine(cell: Experiment, device: str) -> FSDPEngine:
     code = revision(cell.revision)
     if cell.without:
         code = code.without(*(guard for guard in GUARDS if guard.name in cell.without))
-    engine = build_engine(cell.engine, code, config_of(cell.flags, device), device)
-    record: dict[str, Any] = {"pid": os.getpid(), "exported": None, "values": None, "retry": None}
-    with observe(engine.module) as seen:
-        _operate(engine, cell, out, record)
-    if seen.error is None and cell.operation == "load":
-        record["values"] = "equal" if _holds_checkpoint(engine, checkpoint_folder(out, cell)) else "differ"
-    if seen.error is not None and cell.operation == "train":
-        record["retry"] = _retry(engine)
-    record.update(
-        outcome="ok" if seen.error is None else "crash",
-        exception=_told(seen.error),
-        first_cause=seen.first_cause,
-        moves=seen.moves,
-        residency={
-            "rest": summary(seen.rest),
-            "after_move": None if seen.after_first_move is None else summary(seen.after_first_move),
-            "failure": None if seen.failure is None else summary(seen.failure),
-            "end": summary(seen.end or {}),
-        },
-        rows={"rest": seen.rest, "after_move": seen.after_first_move, "failure": seen.failure, "end": seen.end},
-        seconds=round(time.monotonic() - started, 3),
-    )
-    return record
+    return ENGINES[cell.engine](config_of(cell.flags, device), code, device)
 
 
-def _operate(engine: FSDPEngine, cell: Experiment, out: Path, record: dict[str, Any]) -> None:
-    match cell.operation:
-        case "save":
-            engine.save_checkpoint(out / "saved" / cell.slug)
-        case "load":
-            engine.load_checkpoint(checkpoint_folder(out, cell))
-        case "export":
-            _consume(engine.get_per_tensor_param(), engine, record)
-        case "train":
-            with engine.train_mode():
-                engine.train_batch()
-        case "move":
-            engine.to(engine.device, model=True)
-            engine.module.state_dict()
+def _watch_when_built(engine: FSDPEngine, recorder: Recorder) -> None:
+    """Take model and optimizer into the recording as soon as they exist, from outside.
+
+    The FSDP engine's module is there before its weights: its load splits every parameter for a moment, which belongs
+    into the trace of every revision.
+    """
+    load, build = engine._load_full_state, engine._build_optimizer
+
+    def load_watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        recorder.watch(module)
+        load(module, *args, **kwargs)
+
+    def build_watched() -> None:
+        recorder.watch(engine.module)
+        build()
+        if engine.optimizer is not None:
+            recorder.watch(optimizer=engine.optimizer)
+
+    engine._load_full_state, engine._build_optimizer = load_watched, build_watched  # type: ignore[method-assign]
 
 
-def _consume(tensors: Iterator[tuple[str, torch.Tensor]], engine: FSDPEngine, record: dict[str, Any]) -> None:
+def _operate(engine: FSDPEngine, cell: Experiment, out: Path, recorder: Recorder, told: dict[str, Any]) -> None:
+    with recorder.phase(cell.operation):
+        match cell.operation:
+            case "save":
+                engine.save_checkpoint(out / "saved" / cell.slug)
+            case "load":
+                engine.load_checkpoint(checkpoint_folder(out, cell))
+            case "export":
+                _consume(recorder.exported(engine.get_per_tensor_param()), engine, told)
+            case "train":
+                with engine.train_mode():
+                    engine.train_batch()
+            case "move":
+                engine.to(engine.device, model=True)
+                engine.module.state_dict()
+
+
+def _consume(tensors: Iterator[tuple[str, torch.Tensor]], engine: FSDPEngine, told: dict[str, Any]) -> None:
     """Take each exported tensor as a weight synchronisation would: where is it, and is it the source weight?"""
     source = source_weights(engine.config.model, engine.config.seed)
     devices: set[str] = set()
@@ -113,8 +144,8 @@ def _consume(tensors: Iterator[tuple[str, torch.Tensor]], engine: FSDPEngine, re
     for name, tensor in tensors:
         devices.add(tensor.device.type)
         equal = equal and torch.equal(tensor.cpu(), source.pop(name).to(tensor.dtype))
-    record["exported"] = "+".join(sorted(devices))
-    record["values"] = "equal" if equal and not source else "differ"
+    told["exported"] = "+".join(sorted(devices))
+    told["values"] = "equal" if equal and not source else "differ"
 
 
 def _holds_checkpoint(engine: FSDPEngine, folder: Path) -> bool:

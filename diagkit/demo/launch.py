@@ -16,9 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from diagkit.demo.evidence import Evidence, evidence
 from diagkit.demo.expected import FAILURES, Expectation, expected
 from diagkit.demo.experiments import Experiment
-from diagkit.errors import EngineError
+from diagkit.errors import EngineError, TraceError
+from diagkit.trace import open_trace
 
 __all__ = ["CellResult", "Launcher"]
 
@@ -36,11 +38,18 @@ class CellResult:
     seconds: float
     trace: str
     torch: tuple[int, int]
+    evidence: Evidence | None
+    """What rank 0's trace says; None where there is no trace to read."""
 
     @property
     def first(self) -> dict[str, Any]:
         """Rank 0's record."""
         return self.records[0]
+
+    @property
+    def moves(self) -> tuple[str, ...]:
+        """Whole-model moves during the operation."""
+        return () if self.evidence is None else self.evidence.moves
 
     @property
     def outcome(self) -> str:
@@ -62,13 +71,13 @@ class CellResult:
         found = []
         if fails and FAILURES[want.failure or ""] not in self.message:
             found.append(f"expected the message {FAILURES[want.failure or '']!r}, found {self.message!r}")
-        if bool(self.first["moves"]) != want.moves and self.experiment.operation != "train":
-            found.append(f"expected {'a' if want.moves else 'no'} whole-model move, found {self.first['moves']}")
+        if bool(self.moves) != want.moves:
+            found.append(f"expected {'a' if want.moves else 'no'} whole-model move, found {list(self.moves)}")
         if not fails and want.exported is not None and self.torch >= (2, 9):
             where = self.device if want.exported == "device" else want.exported
             if self.first["exported"] != where:
                 found.append(f"expected exported tensors on {where}, found {self.first['exported']}")
-        if any(record.get("values") == "differ" for record in self.records):
+        if any(record["values"] == "differ" for record in self.records):
             found.append("the values differ from those of the source")
         if fails and want.retry is not None:
             retry = (self.first["retry"] or {}).get("message", "")
@@ -99,11 +108,9 @@ class CellResult:
             "differences": self.differences(),
             "exception": first.get("exception"),
             "retry": first.get("retry"),
-            "first_cause": first.get("first_cause"),
-            "moves": first.get("moves"),
             "exported": first.get("exported"),
             "values": first.get("values"),
-            "residency": first.get("residency"),
+            **({} if self.evidence is None else self.evidence.to_json()),
             "pids": self.pids,
             "trace": self.trace,
             "seconds": self.seconds,
@@ -182,11 +189,12 @@ class Launcher:
             ranks=self.ranks,
             device=self.device,
             simulated=self.simulated,
-            records=[{"moves": [], "exported": None, "retry": None, **record} for record in records],
+            records=[{"exported": None, "values": None, "retry": None, **record} for record in records],
             pids=answer["pids"],
             seconds=round(time.monotonic() - started, 3),
             trace=str(self.out / "cells" / cell.slug),
             torch=(int(major), int(minor)),
+            evidence=_evidence(self.out / "cells" / cell.slug, cell.operation),
         )
 
     def _prepare(self, cell: Experiment) -> None:
@@ -234,6 +242,13 @@ class Launcher:
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def _evidence(folder: Path, operation: str) -> Evidence | None:
+    try:
+        return evidence(open_trace(folder)[0], operation)
+    except TraceError:
+        return None
 
 
 def _ended(status: int, timeout: float) -> str:

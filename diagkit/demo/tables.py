@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from diagkit.demo.evidence import Residencies, summary
 from diagkit.demo.experiments import FLAGS
 from diagkit.demo.launch import CellResult
+from diagkit.trace.schema import Residency
 
 __all__ = ["device_line", "matrix_table", "residency_table", "story_text"]
 
@@ -28,24 +29,25 @@ def story_text(results: Sequence[CellResult]) -> str:
 
 
 def _chapter(result: CellResult) -> str:
-    cell, record = result.experiment, result.first
-    moved = record["moves"]
-    title = f"FSDP engine, {cell.revision}: save_checkpoint() {_outcome_words(result)}"
+    seen = result.evidence
+    title = f"FSDP engine, {result.experiment.revision}: save_checkpoint() {_outcome_words(result)}"
     lines = [title, "-" * len(title)]
-    if "rows" not in record:
-        return "\n".join([*lines, result.message])
-    rows = record["rows"]
-    columns = [("before the move" if moved else "at rest", rows["rest"])]
-    if moved:
-        columns.append(("after the move", rows["after_move"]))
-    columns.append(("at failure", rows["failure"]) if rows["failure"] else ("afterwards", rows["end"]))
-    lines.append(residency_table(columns))
-    if record.get("exception"):
-        lines.append(f"{record['exception']['type']}: {record['exception']['message']}")
-    if record.get("first_cause"):
-        lines.append(f"The split came from: {record['first_cause']}")
-    if not moved:
-        lines.append("Nothing moved the model: the policy owns its device, and the engine knows.")
+    if seen is not None:
+        columns = [("before the move" if seen.moves else "at rest", seen.rest)]
+        if seen.after_move is not None:
+            columns.append(("after the move", seen.after_move))
+        if seen.failure is not None:
+            columns.append(("at failure", seen.failure))
+        elif seen.end is not None:
+            columns.append(("afterwards", seen.end))
+        lines.append(residency_table(columns))
+        if seen.first_cause:
+            lines.append(f"What split them: {seen.first_cause}")
+        if not seen.moves:
+            lines.append("Nothing moved the model: FSDP owns its device, and the engine asks before it moves anything.")
+    if result.message:
+        kind = result.first.get("exception", {}).get("type")
+        lines.append(f"{kind}: {result.message}" if kind else result.message)
     return "\n".join(lines)
 
 
@@ -53,15 +55,15 @@ def _outcome_words(result: CellResult) -> str:
     return "works" if result.outcome == "ok" else f"fails ({result.outcome})"
 
 
-def residency_table(columns: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> str:
+def residency_table(columns: Sequence[tuple[str, Residencies]]) -> str:
     """One line per pattern of names whose residencies agree, one column per moment: ``metadata / bytes``.
 
     Layer numbers become ``*`` and siblings are joined in braces, so that a model of any depth fits a screen.
     """
     grouped: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for name in columns[0][1]:
-        states = tuple(_cell_text(rows[name]) for _, rows in columns)
-        grouped.setdefault((re.sub(r"\.\d+\.", ".*.", name), states), []).append(name)
+    for key in columns[0][1]:
+        states = tuple(_cell_text(at.get(key)) for _, at in columns)
+        grouped.setdefault((re.sub(r"\.\d+\.", ".*.", key[1]), states), []).append(key[1])
     siblings: dict[tuple[str, str, tuple[str, ...]], list[tuple[str, int]]] = {}
     for (pattern, states), names in grouped.items():
         head, leaf, tail = _split_name(pattern)
@@ -82,13 +84,11 @@ def _split_name(pattern: str) -> tuple[str, str, str]:
     return ".".join(parts[:-2]) + ("." if len(parts) > 2 else ""), parts[-2], f".{parts[-1]}"
 
 
-def _cell_text(row: dict[str, Any]) -> str:
-    text = f"{row['metadata']} / {row['storage'] or '?'}{' pinned' if row['pinned'] else ''}"
-    return f"{text}  SPLIT" if _is_split(row) else text
-
-
-def _is_split(row: dict[str, Any]) -> bool:
-    return row["storage"] is not None and row["metadata"].partition(":")[0] != row["storage"].partition(":")[0]
+def _cell_text(facts: Residency | None) -> str:
+    if facts is None:
+        return "-"
+    text = f"{facts.metadata_device} / {facts.storage_device or '?'}{' pinned' if facts.pinned else ''}"
+    return f"{text}  SPLIT" if facts.split else text
 
 
 def matrix_table(results: Iterable[CellResult]) -> str:
@@ -104,8 +104,7 @@ _HEAD = ["engine", "revision", "operation", "outcome", "parameters at rest", "wh
 
 
 def _line(result: CellResult) -> list[str]:
-    cell, record = result.experiment, result.first
-    residency = record.get("residency") or {}
+    cell, seen = result.experiment, result.evidence
     operation = cell.operation if cell.flags == "policy" else f"{cell.operation} ({_FLAG_WORDS[cell.flags]})"
     outcome = result.outcome if result.outcome == "ok" else result.outcome.upper()
     return [
@@ -113,8 +112,8 @@ def _line(result: CellResult) -> list[str]:
         cell.revision + (f" without {', '.join(cell.without)}" if cell.without else ""),
         operation,
         outcome + ("" if not result.differences() else " !"),
-        _parameters(residency.get("rest")),
-        _parameters(residency.get("failure") or residency.get("end")),
+        _parameters(None if seen is None else seen.rest),
+        _parameters(None if seen is None else seen.failure or seen.end),
         _what_happened(result),
     ]
 
@@ -123,10 +122,10 @@ _FLAG_WORDS = {"both": "both flags", "manual": "no policy"}
 assert _FLAG_WORDS.keys() | {"policy"} == FLAGS.keys()
 
 
-def _parameters(summary: dict[str, dict[str, int]] | None) -> str:
-    if not summary:
+def _parameters(at: Residencies | None) -> str:
+    if not at:
         return "-"
-    counts = summary["parameters"]
+    counts = summary(at)["parameters"]
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n}× {where}" for where, n in counts.items())
 
 
@@ -139,8 +138,8 @@ def _what_happened(result: CellResult) -> str:
         words.append(f"tensors on {record['exported']}")
     if record["values"]:
         words.append(f"values {record['values']}")
-    if record["moves"]:
-        words.append("moved: " + " -> ".join(record["moves"]))
+    if result.moves:
+        words.append("moved by " + ", ".join(result.moves))
     return ", ".join(words)
 
 

@@ -1,0 +1,143 @@
+"""The states in which operations are tried, and how each really comes about.
+
+Every recipe uses what users use: moves, loads, forward and backward passes that fail. The hand-made split alone writes to a private
+attribute, as the code that causes it in the field does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from diagkit.demo.predictions.bench import Bench, buffers_to
+
+
+@dataclass(frozen=True)
+class State:
+    """A name, a policy, and what is done to a fresh bench; ``code`` is the hazard that it shows, "" for none."""
+
+    name: str
+    policy: str
+    recipe: tuple[Callable[[Bench], None], ...] = ()
+    code: str = ""
+    on_meta: bool = False
+    group: str = "mixed"  # "mixed": with a CPU backend; "alone": without
+    ranks: tuple[int, ...] = (1, 2)
+
+
+def _train(bench: Bench) -> None:
+    bench.train()
+
+
+def _no_grads(bench: Bench) -> None:
+    bench.optimizer.zero_grad()
+
+
+def _forward_only(bench: Bench) -> None:
+    """Runs lazy init; neither gradients nor optimizer state come of it."""
+    with torch.no_grad():
+        bench.loss()
+    bench.model.reshard()  # type: ignore[operator]
+
+
+def _to_device(bench: Bench) -> None:
+    bench.model.to(bench.device)
+
+
+def _to_cpu(bench: Bench) -> None:
+    bench.model.to("cpu")
+
+
+def _buffers_back(bench: Bench) -> None:
+    buffers_to(bench.model, bench.device)
+
+
+def _move_child(bench: Bench) -> None:
+    bench.kind.child(bench.model).to(bench.device)
+
+
+def _inverse_split(bench: Bench) -> None:
+    for parameter in bench.model.parameters():
+        inner = "_local_tensor"
+        setattr(parameter, inner, getattr(parameter, inner).to(bench.device))
+
+
+def _failed_forward(bench: Bench) -> None:
+    with contextlib.suppress(RuntimeError):
+        bench.loss()
+
+
+def _failed_backward(bench: Bench) -> None:
+    loss = bench.loss()
+    # The last layer of the backward pass is late enough for FSDP2 to have begun.
+    handle = next(bench.model.get_submodule("layers").children()).register_full_backward_hook(_raise)
+    with contextlib.suppress(ValueError):
+        loss.backward()
+    handle.remove()
+
+
+def _raise(*_: object) -> None:
+    raise ValueError("a mistake in a user's own hook")
+
+
+def _load_moments(bench: Bench) -> None:
+    bench.optimizer.load_state_dict(bench.moments)
+
+
+def _moments_to_device(bench: Bench) -> None:
+    for state in bench.optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and key != "step":
+                state[key] = value.to(bench.device)
+
+
+_TRAINED = (_train, _no_grads)
+
+STATES: tuple[State, ...] = (
+    State("pinned, healthy, new", "pinned"),
+    State("pinned, healthy, after a forward", "pinned", (_forward_only,)),
+    State("pinned, healthy, trained", "pinned", _TRAINED),
+    State("pinned, healthy, trained, with gradients", "pinned", (_train,)),
+    State("pinned, healthy, new, no CPU backend", "pinned", (), "", group="alone", ranks=(2,)),
+    State("pinned, healthy, trained, no CPU backend", "pinned", _TRAINED, "", group="alone", ranks=(2,)),
+    State("pinned, gradients, no CPU backend", "pinned", (_train,), "DK402", group="alone", ranks=(2,)),
+    State("unpinned, healthy, new", "unpinned"),
+    State("unpinned, healthy, trained", "unpinned", _TRAINED),
+    State("unpinned, healthy, trained, with gradients", "unpinned", (_train,)),
+    State("no policy, new", "none"),
+    State("no policy, trained", "none", _TRAINED),
+    State("no policy, trained, with gradients", "none", (_train,)),
+    State("no policy, parked on the CPU", "none", (*_TRAINED, _to_cpu)),
+    State("split, new", "pinned", (_to_device,), "DK101"),
+    State("split, after a forward", "pinned", (_forward_only, _to_device), "DK101"),
+    State("split, trained", "pinned", (*_TRAINED, _to_device), "DK101"),
+    State("split, trained, with gradients", "pinned", (_train, _to_device), "DK301"),
+    State("split, trained, no CPU backend", "pinned", (*_TRAINED, _to_device), "DK101", group="alone", ranks=(2,)),
+    State("hand split, new", "pinned", (_inverse_split,), "DK102"),
+    State("hand split, trained", "pinned", (*_TRAINED, _inverse_split), "DK102"),
+    State("moved, new", "unpinned", (_to_device,), "DK103a"),
+    State("moved, trained", "unpinned", (*_TRAINED, _to_device), "DK103a"),
+    State("child moved, new", "pinned", (_move_child,), "DK103b"),
+    State("child moved, trained", "pinned", (*_TRAINED, _move_child), "DK103b"),
+    State("on meta", "pinned", (), "DK104", on_meta=True),
+    State("moments on the accelerator", "pinned", (*_TRAINED, _moments_to_device), "DK302"),
+    State(
+        "moments loaded while split, then mended",
+        "pinned",
+        (*_TRAINED, _to_device, _load_moments, _to_cpu, _buffers_back),
+        "DK302",
+    ),
+    State("buffers dragged to the CPU, new", "pinned", (_to_device, _to_cpu), "DK501"),
+    State("buffers dragged to the CPU, trained", "pinned", (*_TRAINED, _to_device, _to_cpu), "DK501"),
+    State(
+        "poisoned lazy init",
+        "pinned",
+        (_to_device, _failed_forward, _to_cpu, _buffers_back),
+        "DK601",
+    ),
+    State("poisoned lazy init, still split", "pinned", (_to_device, _failed_forward), "DK601"),
+    State("aborted backward", "pinned", (*_TRAINED, _failed_backward), "DK604"),
+)
