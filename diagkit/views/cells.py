@@ -3,45 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from diagkit.trace.schema import device_type
 from diagkit.views import palette
 from diagkit.views.scene import Dot, Line, Polygon, Rect, Scene, Text, text_width
 from diagkit.views.story import Cell
 
-__all__ = ["Cell", "draw", "legend", "number"]
+__all__ = ["Cell", "Look", "draw", "legend", "number"]
 
 NAME = 9.0  # size of a device's name in a cell
 
 
-def draw(scene: Scene, x: float, y: float, width: float, height: float, cell: Cell | None, named: bool, tip: str) -> None:
-    """One cell. ``named``: write the device, because it differs from the cell before."""
+@dataclass(frozen=True, slots=True)
+class Look:
+    """``named``: write the device, because it differs from the cell before. ``fault``: a split here is one, and no passing state."""
+
+    named: bool = False
+    fault: bool = True
+    tip: str = ""
+
+
+def draw(scene: Scene, x: float, y: float, width: float, height: float, cell: Cell | None, look: Look) -> None:
+    """One cell."""
     if cell is None:
         middle = y + height / 2
         scene.add(Line(x + width / 2 - 5, middle, x + width / 2 + 5, middle, palette.FAINT, 2))
         return
     if cell.split:
-        _split(scene, x, y, width, height, cell, named, tip)
+        _split(scene, x, y, width, height, cell, look)
         return
     colours = palette.device(cell.storage)
-    scene.add(Rect(x, y, width, height, colours.fill, 4, tip=tip))
-    if named:
+    scene.add(Rect(x, y, width, height, colours.fill, 4, tip=look.tip))
+    if look.named:
         text = device_type(cell.storage) or "?"
         scene.add(Text(x + 7, y + height / 2 + 3.2, _fit(text, width - 20), NAME, colours.ink))
     _marks(scene, x, y, width, height, cell)
 
 
-def _split(scene: Scene, x: float, y: float, width: float, height: float, cell: Cell, named: bool, tip: str) -> None:
+def _split(scene: Scene, x: float, y: float, width: float, height: float, cell: Cell, look: Look) -> None:
     above, below = palette.device(cell.metadata), palette.device(cell.storage)
     same_type = device_type(cell.metadata) == device_type(cell.storage)
-    scene.add(Rect(x, y, width, height, below.fill, 4, tip=tip))
+    scene.add(Rect(x, y, width, height, below.fill, 4, tip=look.tip))
     inset = 1.0  # the triangle's corners stay under the outline
     left, top, right, bottom = x + inset, y + inset, x + width - inset, y + height - inset
     scene.add(Polygon(((left, top), (right, top), (left, bottom)), above.fill))
     if same_type:  # two devices of one type have one colour: a seam parts them
         scene.add(Line(left, bottom, right, top, palette.GROUND, 1.5))
-    scene.add(Rect(x, y, width, height, None, 4, palette.BAD, 2.4))
-    if named:
+    scene.add(Rect(x, y, width, height, None, 4, palette.BAD if look.fault else palette.MUTED, 2.4 if look.fault else 1.2))
+    if look.named:
         upper = cell.metadata if same_type else device_type(cell.metadata) or "?"
         lower = (cell.storage if same_type else device_type(cell.storage)) or "?"
         room = width / 2 - 6
@@ -53,7 +63,7 @@ def _split(scene: Scene, x: float, y: float, width: float, height: float, cell: 
 
 def _marks(scene: Scene, x: float, y: float, width: float, height: float, cell: Cell) -> None:
     if cell.pinned:
-        scene.add(Dot(x + width - 7, y + height - 7, 2.3, palette.GROUND))
+        scene.add(Dot(x + width - 7, y + height - 7, 2.2, palette.device(cell.storage).ink))
     if cell.apart:  # a broken link: the bytes that train are not the bytes that are gathered
         middle = x + width - 16
         scene.add(Rect(middle - 6, y + 4, 12, 12, palette.GROUND, 6, palette.BAD, 1.2))
@@ -66,29 +76,33 @@ def number(scene: Scene, x: float, y: float, value: int, bad: bool) -> None:
     scene.add(Text(x, y + 3.4, str(value), 9.5, palette.GROUND, bold=True, anchor="middle"))
 
 
-def legend(scene: Scene, x: float, y: float, shown: Sequence[Cell]) -> float:
+def legend(scene: Scene, x: float, y: float, shown: Sequence[Cell], faults: bool, passing: bool) -> float:
     """One line (more where it must) that explains what is there, and nothing else. Returns the lower edge."""
-    entries: list[tuple[Cell, bool, str]] = []
+    entries: list[tuple[Cell, Look, str]] = []
+    plain = Look()
     devices = sorted({device_type(d) or "?" for c in shown for d in (c.metadata, c.storage) if d}, key=_order)
-    entries += [(Cell(name, name), False, name) for name in devices]
+    entries += [(Cell(name, name), plain, name) for name in devices]
     pinned = next((c for c in shown if c.pinned), None)
     if pinned is not None:
         place = pinned.storage or "cpu"
-        entries.append((Cell(place, place, pinned=True), False, "pinned"))
+        entries.append((Cell(place, place, pinned=True), plain, "pinned"))
     split = next((c for c in shown if c.split), None)
     if split is not None:
         pair = Cell(split.metadata, split.storage, split=True)
-        entries.append((pair, False, "split: upper corner = what the metadata says, lower corner = where the bytes are"))
+        teaches = "split: upper corner = what metadata says, lower = where the bytes are"
+        entries.append((pair, Look(fault=faults), teaches if faults else f"{teaches} (in passing: no fault)"))
+        if faults and passing:
+            entries.append((pair, Look(fault=False), "in passing: no fault"))
     if any(c.apart for c in shown):
-        entries.append((Cell("cpu", "cpu", apart=True), False, "trains one tensor, gathers another"))
+        entries.append((Cell("cpu", "cpu", apart=True), plain, "trains one tensor, gathers another"))
     at = x
-    for cell, named, text in entries:
-        width = 26 + 8 + text_width(text, 11.5)
+    for cell, look, text in entries:
+        width = 24 + 7 + text_width(text, 11.5)
         if at > x and at + width > scene.width - x:
             at, y = x, y + 24
-        draw(scene, at, y, 26, 16, cell, named, "")
-        scene.add(Text(at + 34, y + 12, text, 11.5))
-        at += width + 22
+        draw(scene, at, y, 24, 16, cell, look)
+        scene.add(Text(at + 31, y + 12, text, 11.5))
+        at += width + 18
     return y + 22
 
 

@@ -109,7 +109,7 @@ def before_after(
         story = tell(_rank_of(trace, rank), phase=phase, moments=which, kinds=wanted)
         told.append((story, judge(story), name))
     lines = gather([story for story, _, _ in told], expand, rows)
-    found = "; ".join(f"{name}: {verdict.short}" for _, verdict, name in told)
+    found = "; ".join(f"{name if i == 0 else name.lower()}, {verdict.short}" for i, (_, verdict, name) in enumerate(told))
     contexts = list(dict.fromkeys(context(story) for story, _, _ in told))
     return _draw(told, lines, title or found, "  |  ".join(contexts), width)
 
@@ -146,7 +146,9 @@ def _draw(
     y = _rows(scene, panels, lines.lines, labels, MARGIN + label_width, remark_width, y)
     y = _moments(scene, panels, y)
     y = _notes(scene, panels, y)
-    y = cells.legend(scene, MARGIN, y + 18, _shown(told, lines.lines))
+    passing = [(words.passing(story), len(story.columns), story) for story, _, _ in told]
+    faults = any(column.splits and c not in quiet for quiet, _, story in passing for c, column in enumerate(story.columns))
+    y = cells.legend(scene, MARGIN, y + 18, _shown(lines.lines), faults, any(quiet for quiet, _, _ in passing))
     if remark := words.left_out(told, lines):
         for line in wrap(remark, width - 2 * MARGIN, 11, 2):
             scene.add(Text(MARGIN, y + 14, line, 11, palette.MUTED))
@@ -157,9 +159,18 @@ def _draw(
 
 def _labels(lines: Sequence[Line], limit: float) -> tuple[list[list[str]], float, float]:
     """Names on one or two lines, and the widths that names and remarks need."""
-    labels = [wrap(line.label, limit, LABEL, 2, breaks=".") for line in lines]
+    labels = [_label(line.label, limit) for line in lines]
     label_width = max((text_width(part, LABEL) for parts in labels for part in parts), default=0.0)
     return labels, label_width, max((text_width(line.remark, 10.5) for line in lines), default=0.0)
+
+
+def _label(text: str, limit: float) -> list[str]:
+    """One line, or two of lengths as alike as the dots allow."""
+    if text_width(text, LABEL) <= limit:
+        return [text]
+    dots = [i + 1 for i, character in enumerate(text) if character == "."]
+    cut = min(dots, key=lambda i: max(text_width(text[:i], LABEL), text_width(text[i:], LABEL)), default=0)
+    return [shorten(part, limit, LABEL) for part in (text[:cut], text[cut:]) if part]
 
 
 def _head(scene: Scene, title: str, around: str, verdict: Verdict | None) -> float:
@@ -206,10 +217,11 @@ def _rows(
             scene.add(Text(right + 12 + remark, middle + 4, line.remark, 10.5, palette.MUTED, anchor="end"))
         for panel, history in zip(panels, line.histories, strict=True):
             before = None
+            passing = words.passing(panel.story)
             for c, column in enumerate(panel.story.columns):
                 cell = history[c] if history else None
                 tip = f"{line.label}{f' ({line.remark})' if line.remark else ''}, {words.moment_name(column)}: {cell or 'not there'}"
-                cells.draw(scene, panel.left + panel.pitch * c, y, panel.cell, height, cell, cell != before, tip)
+                cells.draw(scene, panel.left + panel.pitch * c, y, panel.cell, height, cell, cells.Look(cell != before, c not in passing, tip))
                 before = cell
         y += height + 7
     return y
@@ -224,7 +236,7 @@ def _moments(scene: Scene, panels: Sequence[Panel], y: float) -> float:
             centre = panel.left + panel.pitch * c + panel.cell / 2
             colour = palette.BAD if column.failed else palette.INK if column.changed or c == 0 else palette.MUTED
             at = y + 2
-            for line in words.moment_label(column, panel.pitch - 3, 10.5):
+            for line in words.moment_label(column, panel.pitch - 4, 10.5):
                 at += 13
                 scene.add(Text(centre, at, line, 10.5, colour, anchor="middle", tip=words.moment_name(column)))
             if (note := marks.get(c)) is not None:
@@ -242,7 +254,7 @@ def _notes(scene: Scene, panels: Sequence[Panel], y: float) -> float:
         at = y
         for note in words.notes(panel.story, panel.verdict):
             cells.number(scene, left + 8, at + 11, note.number, note.bad)
-            for part in wrap(note.text, room - 24, 11.5, 4 if len(panels) > 1 else 3, breaks=" "):
+            for part in wrap(note.text, room - 24, 11.5, 6 if len(panels) > 1 else 3):
                 at += 15
                 scene.add(Text(left + 24, at, part, 11.5, palette.BAD if note.bad else palette.MUTED, tip=note.text))
             at += 8
@@ -250,6 +262,6 @@ def _notes(scene: Scene, panels: Sequence[Panel], y: float) -> float:
     return lowest
 
 
-def _shown(told: Sequence[tuple[Story, Verdict, str]], lines: Sequence[Line]) -> list[cells.Cell]:
+def _shown(lines: Sequence[Line]) -> list[cells.Cell]:
     found = (cell for line in lines for history in line.histories if history for cell in history if cell is not None)
     return list(dict.fromkeys(found))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from diagkit.errors import UsageError
 from diagkit.trace.reader import RankTrace
-from diagkit.trace.schema import ABSENT, ENTER, EXIT, FAILURE, TENSOR_KINDS, Facts, Moment, Phase, Residency
+from diagkit.trace.schema import ABSENT, CALL, ENTER, EXIT, FAILURE, MARK, TENSOR_KINDS, Facts, Moment, Phase, Residency
 
 __all__ = ["Cell", "Column", "Story", "Tensor", "tell"]
 
@@ -190,7 +190,6 @@ def _weight(columns: Sequence[Column], i: int) -> int:
     if column.moment.kind == EXIT:
         # After a failure the phase's end says nothing new.
         return 0 if before.failed or (before.moment.kind == FAILURE) else (5 if i == len(columns) - 1 else 3)
-    if column.moment.kind == ENTER:
-        # What a phase begins with is what the one before ended with; it is told where nothing else tells it.
-        return 1 if before.moment.kind == EXIT else 2
-    return 0 if column.moment.kind == FAILURE else 1
+    if column.moment.kind == ENTER:  # what a phase begins with is what the one before ended with
+        return 0 if before.moment.kind in (EXIT, MARK) else 2
+    return 1 if column.moment.kind == CALL else 0

@@ -13,7 +13,7 @@ from diagkit.trace.schema import EXIT, PARAMETER, EngineFacts, Failure, GroupFac
 from diagkit.views.scene import clean
 from diagkit.views.story import Column, Story
 
-__all__ = ["Run", "Verdict", "context", "judge", "split_runs"]
+__all__ = ["Run", "Verdict", "context", "judge", "short_call", "split_runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,18 @@ def _call(column: Column) -> str:
 
 
 def _raised(failure: Failure) -> str:
-    message = clean(failure.message)
-    return f"{clean(failure.operation) or 'it'} raises {clean(failure.type)}{': ' if message else ''}{message}"
+    message = _first_sentence(clean(failure.message))
+    return f"{short_call(failure.operation) or 'it'} raises {clean(failure.type)}{': ' if message else ''}{message}"
+
+
+def _first_sentence(text: str) -> str:
+    end = text.find(". ")
+    return text if end < 0 else text[: end + 1]
+
+
+def short_call(operation: str) -> str:
+    """``"Module.state_dict"`` -> ``"state_dict"``: the name under which it is called."""
+    return clean(operation).rpartition(".")[2]
 
 
 def _parameters(story: Story) -> int:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diagkit.trace.merged import Trace
-from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, MARK, Cause
+from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, Cause
 from diagkit.views.lines import Page
 from diagkit.views.scene import clean, wrap
 from diagkit.views.story import Cell, Column, Story, tell
-from diagkit.views.verdict import Verdict, split_runs
+from diagkit.views.verdict import Verdict, short_call, split_runs
 
-__all__ = ["Note", "cause_text", "left_out", "map_text", "moment_label", "moment_name", "notes", "other_ranks", "panel_verdict"]
+__all__ = ["Note", "cause_text", "left_out", "map_text", "moment_label", "moment_name", "notes", "other_ranks", "panel_verdict", "passing"]
 
 #: More ranks than this are not compared for a figure's subtitle.
 RANK_LIMIT = 64
@@ -34,10 +34,15 @@ def moment_name(column: Column) -> str:
 
 
 def moment_label(column: Column, room: float, size: float) -> list[str]:
-    """The same on at most three lines of so many pixels."""
+    """The same on two to four lines of so many pixels."""
     head, tail = _moment_words(column)
     lines = wrap(head, room, size, 1) if head else []
-    return [*lines, *wrap(tail, room, size, 3 - len(lines), breaks=" ._")]
+    end = ["raises"] if column.failed and tail.endswith(" raises") else []
+    call = tail.removesuffix(" raises") if end else tail
+    whole = wrap(call, room, size, 2, breaks=" .")
+    if any("…" in part for part in whole):
+        whole = wrap(call, room, size, 2, breaks=" ._")
+    return [*lines, *whole, *end]
 
 
 def _moment_words(column: Column) -> tuple[str, str]:
@@ -50,15 +55,20 @@ def _moment_words(column: Column) -> tuple[str, str]:
     if moment.kind == CALL and moment.cause is not None:
         call = _known_call(moment.cause)
     elif moment.kind == FAILURE and moment.failure is not None:
-        call = f"{clean(moment.failure.operation or moment.label)} raises"
-    elif moment.kind == MARK:
-        call = f"“{call}”"
+        call = f"{short_call(moment.failure.operation or moment.label)} raises"
     return (f"{phase}:" if phase else "", call)
 
 
 def _known_call(cause: Cause) -> str:
     public = [word for word in cause.chain if word.startswith("Module.") and "._" not in word]
     return clean(public[-1] if public else cause.operation)
+
+
+def passing(story: Story) -> set[int]:
+    """The shown columns whose split is no fault: it heals inside the phase in which it arose, before anything fails on it."""
+    quiet = [range(run.start, run.end + 1) for run in split_runs(story.every) if not run.lasting]
+    position = {column.moment.index: i for i, column in enumerate(story.every)}
+    return {c for c, column in enumerate(story.columns) if any(position[column.moment.index] in run for run in quiet)}
 
 
 def notes(story: Story, verdict: Verdict, limit: int = 4) -> list[Note]:
@@ -91,7 +101,7 @@ def cause_text(cause: Cause) -> str:
 def panel_verdict(verdict: Verdict) -> str:
     """A panel's verdict in one breath."""
     short = verdict.short[:1].upper() + verdict.short[1:]
-    return short + "." if verdict.good else f"{short}. {verdict.sentence}"
+    return f"{short}; nothing fails." if verdict.good else f"{short}. {verdict.sentence}"
 
 
 def left_out(told: Sequence[tuple[Story, Verdict, str]], lines: Page) -> str:

@@ -1,0 +1,137 @@
+"""The residency table: where tensors are at one moment, one line for all that share names and facts.
+
+A record for every room: `inspect`, the demo and the views fill it alike. Its plain form needs nothing; its page form is a
+door to the views, opened when a notebook asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from diagkit.trace.patterns import compress
+from diagkit.trace.reader import RankTrace
+from diagkit.trace.schema import BUFFER, PARAMETER, Moment, Residency, Row
+
+__all__ = ["ResidencyLine", "ResidencyTable"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyLine:
+    """``count`` tensors whose names are ``pattern``. ``storage_device`` is None where the bytes could not be read."""
+
+    pattern: str
+    count: int
+    kind: str
+    metadata_device: str
+    storage_device: str | None
+    pinned: bool | None
+    split: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.pattern if self.count == 1 else f"{self.pattern} ×{self.count:,}"
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyTable:
+    """Lines in the order of the model. ``title`` says of what and when; ``simulated`` that the accelerator is."""
+
+    lines: tuple[ResidencyLine, ...]
+    title: str = ""
+    simulated: bool = False
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[Row, Residency]], title: str = "", simulated: bool = False) -> ResidencyTable:
+        """The table of these tensors.
+
+        >>> rows = [(Row(i, "parameter", "model", f"l.{i}.w"), Residency("cpu", "cpu", pinned=True)) for i in range(3)]
+        >>> print(ResidencyTable.of(rows))
+        tensor       metadata  bytes       notes
+        l.{0..2}.w ×3  cpu       cpu pinned
+        """
+        groups: dict[tuple[object, ...], list[tuple[int, Row, Residency]]] = {}
+        for at, (row, facts) in enumerate(tensors):
+            key = (row.kind, row.model, row.part, facts.metadata_device, facts.storage_device, facts.pinned, _notes(facts))
+            groups.setdefault(key, []).append((at, row, facts))
+        several = len({row.model for group in groups.values() for _, row, _ in group}) > 1
+        placed: list[tuple[int, ResidencyLine]] = []
+        for group in groups.values():
+            _, row, facts = group[0]
+            first = {one.name: at for at, one, _ in reversed(group)}
+            for pattern in compress(one.name for _, one, _ in group):
+                text = f"{row.model}: {pattern.text}" if several else pattern.text
+                if row.kind not in (PARAMETER, BUFFER):
+                    text += f" [{row.part or row.kind.replace('_', ' ')}]"
+                line = ResidencyLine(
+                    text, pattern.count, row.kind, facts.metadata_device, facts.storage_device, facts.pinned, facts.split, _notes(facts)
+                )
+                placed.append((first[pattern.names[0]], line))
+        return cls(tuple(line for _, line in sorted(placed, key=lambda entry: entry[0])), title, simulated)
+
+    @classmethod
+    def at(
+        cls, rank: RankTrace, moment: int | Moment = -1, kinds: Iterable[str] = (PARAMETER, BUFFER)
+    ) -> ResidencyTable:
+        """The table of one rank right after one moment (a moment, or its index; negative ones count from the end)."""
+        wanted = set(kinds)
+        index = range(len(rank.moments))[moment if isinstance(moment, int) else moment.index]
+        facts = rank.state(index).facts
+        pairs = ((row, rank.facts[facts[row.id]]) for row in rank.rows if row.kind in wanted)
+        label = rank.moments[index].label
+        title = f"rank {rank.rank} of {rank.header.world_size}, at “{label}”"
+        return cls.of(((row, f) for row, f in pairs if isinstance(f, Residency)), title, rank.header.simulated)
+
+    @property
+    def splits(self) -> int:
+        """How many tensors are split."""
+        return sum(line.count for line in self.lines if line.split)
+
+    def __iter__(self) -> Iterator[ResidencyLine]:
+        return iter(self.lines)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __str__(self) -> str:
+        rows = [("tensor", "metadata", "bytes", "notes")]
+        for line in self.lines:
+            place = (line.storage_device or "?") + (" pinned" if line.pinned else "")
+            notes = ["SPLIT"] * line.split + ([line.kind] if line.kind == BUFFER else []) + list(line.notes)
+            rows.append((line.name, line.metadata_device, place, ", ".join(notes)))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        text = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        head = self.title + (" (simulated accelerator)" if self.simulated else "")
+        return "\n".join([head.strip(), *text] if head.strip() else text)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from diagkit.views.html import table_html
+
+        return table_html(self)
+
+
+def _notes(facts: Residency) -> tuple[str, ...]:
+    """What is unusual about a tensor beside its places, in a few words each."""
+    notes = []
+    if facts.unreadable:
+        notes.append(f"not readable: {facts.unreadable}")
+    if facts.empty:
+        notes.append("no elements on this rank")
+    elif facts.aliased is False:
+        notes.append("FSDP2 gathers other bytes")
+    if facts.registered is False:
+        notes.append("not the parameter that FSDP2 gathers")
+    if facts.sharded_state not in (None, "sharded"):
+        notes.append(facts.sharded_state or "")
+    if facts.storage_dtype and facts.dtype != facts.storage_dtype:
+        notes.append(f"says {facts.dtype}, holds {facts.storage_dtype}")
+    if not facts.shape_agrees:
+        notes.append("shapes disagree")
+    if facts.shares == "tie":
+        notes.append("tied")
+    elif facts.shares:
+        notes.append("shares its parameter's bytes")
+    return tuple(notes)
