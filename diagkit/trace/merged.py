@@ -92,6 +92,11 @@ class Trace:
         counts = f"{rows} rows, {moments} moments, {failures} failures"
         return f"<Trace {header.run or '?'}: {len(self)} of {self.world_size} ranks, {device}, {counts}>"
 
+    def _repr_html_(self) -> str:
+        from diagkit.views.html import trace_html
+
+        return trace_html(self)
+
     def frame(self, every: bool = False) -> pandas.DataFrame:
         """A pandas table: a line per changed row, moment and rank; ``every``: per existing row, moment and rank."""
         from diagkit.trace.frames import frame

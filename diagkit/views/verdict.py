@@ -77,8 +77,10 @@ def context(story: Story) -> str:
     """The circumstances: ``"VeOmniEngine · CPUOffloadPolicy(pin_memory=True) · torch 2.13.0 · simulated npu · rank 0 of 2"``."""
     rank, words = story.rank, []
     engine = next((facts.type for facts in rank.facts if isinstance(facts, EngineFacts) and facts.type), "")
-    words.append(engine or str(rank.header.job.get("engine", "")))
-    if revision := str(rank.header.job.get("revision", "") or rank.header.revision):
+    experiment = str(rank.header.job.get("experiment", ""))
+    words.append(experiment or engine or str(rank.header.job.get("engine", "")))
+    revision = str(rank.header.job.get("revision", ""))
+    if revision and not experiment:
         words.append(f"revision {revision}")
     group = next((facts for facts in rank.facts if isinstance(facts, GroupFacts) and facts.offload), None)
     if group is not None:

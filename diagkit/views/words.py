@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diagkit.errors import UsageError
 from diagkit.trace.merged import Trace
+from diagkit.trace.reader import RankTrace
 from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, Cause
 from diagkit.views.lines import Page
 from diagkit.views.scene import clean, wrap
@@ -51,7 +53,7 @@ def _moment_words(column: Column) -> tuple[str, str]:
         return "after", phase
     if moment.kind == ENTER and phase:
         return "before", phase
-    call = clean(moment.label)
+    call = clean(moment.label).removeprefix(f"{phase}: ")
     if moment.kind == CALL and moment.cause is not None:
         call = _known_call(moment.cause)
     elif moment.kind == FAILURE and moment.failure is not None:
@@ -132,24 +134,36 @@ def other_ranks(trace: Trace, story: Story, phase: str | None) -> str:
     if len(others) > RANK_LIMIT:
         return f"{len(others):,} other ranks not compared"
     kinds = tuple(dict.fromkeys(kind for kind, *_ in story.tensors))
-    unlike = []
+    unlike: list[int] = []
+    where: dict[str, None] = {}
     for rank in others:
-        same = len(rank.moments) == len(story.rank.moments)
-        if same:
-            other = tell(rank, phase=phase, moments=[c.moment.index for c in story.columns], kinds=kinds)
-            same = _outline(other) == _outline(story)
-        if not same:
+        if phases := _differs(story, rank, phase, kinds):
             unlike.append(rank.rank)
+            where.update(dict.fromkeys(phases))
     if not unlike:
         return "the other rank is alike" if len(others) == 1 else f"the other {len(others)} ranks are alike"
     shown = ", ".join(map(str, unlike[:6])) + (", …" if len(unlike) > 6 else "")
-    return f"rank {shown} differs" if len(unlike) == 1 else f"ranks {shown} differ"
+    places = f" in {', '.join(where)}" if all(where) else ""
+    return f"rank {shown} differs{places}" if len(unlike) == 1 else f"ranks {shown} differ{places}"
 
 
-def _outline(story: Story) -> object:
-    """A story without the device's index, in which ranks rightly differ."""
-    plain = [None if cell is None else _without_index(cell) for cell in story.cells]
-    return story.tensors, [tuple(plain[n] for n in history) for history in story.histories]
+def _differs(story: Story, rank: RankTrace, phase: str | None, kinds: tuple[str, ...]) -> list[str]:
+    """The phases in which that rank lived otherwise at the moments that are shown; ``[""]`` where moments do not pair up."""
+    if len(rank.moments) != len(story.rank.moments):
+        return [""]
+    try:
+        other = tell(rank, phase=phase, moments=[column.moment.index for column in story.columns], kinds=kinds)
+    except UsageError:
+        return [""]
+    if other.tensors != story.tensors:
+        return [""]
+    mine, theirs = ([cell and _without_index(cell) for cell in s.cells] for s in (story, other))
+    pairs = set(zip(story.histories, other.histories, strict=True))
+    return [
+        clean(column.phase.name)
+        for c, column in enumerate(story.columns)
+        if any(mine[a[c]] != theirs[b[c]] for a, b in pairs)
+    ]
 
 
 def _without_index(cell: Cell) -> tuple[object, ...]:
