@@ -12,7 +12,8 @@ from realengines.cells import RELEASES, SFT_GROUPS, Cell, cells_of
 from realengines.compare import Facts, KnownDifference, differences
 from realengines.known import KNOWN
 
-pytestmark = pytest.mark.verl
+# The first test pays for all cells: two minutes on an idle machine with two cores.
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(2400)]
 
 CELLS = [cell for release in RELEASES for cell in cells_of(release)]
 

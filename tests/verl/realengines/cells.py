@@ -69,22 +69,22 @@ class Cell:
 def cells_of(release: str) -> list[Cell]:
     """List every cell of one release, those that write a checkpoint before those that load it.
 
-    VeOmni's engine takes no world size of 1, and only there can both owners be on at once: the FSDP engine turns
-    verl's own offload off when it is given the policy.
+    VeOmni's engine takes no world size of 1. Both owners at once matter there only: the FSDP engine turns verl's own
+    offload off when it is given the policy, which two cells show.
     """
-    cells = [
-        Cell(release, engine, offload, operation, ranks)
-        for engine, offloads, worlds in (
-            ("fsdp", ("policy", "manual", "both"), (1, 2)),
-            ("veomni", ("policy", "manual", "both"), (2,)),
-        )
-        for ranks in worlds
-        for offload in offloads
-        for operation in OPERATIONS
-        if not (offload == "both" and ranks == 1)
+    plan: list[tuple[str, int, str, str, tuple[str, ...]]] = [
+        ("fsdp", 1, "policy", RL_GROUPS, OPERATIONS),
+        ("fsdp", 2, "policy", RL_GROUPS, OPERATIONS),
+        ("fsdp", 2, "manual", RL_GROUPS, OPERATIONS),
+        ("fsdp", 2, "both", RL_GROUPS, ("train", "save")),
+        ("fsdp", 2, "policy", SFT_GROUPS, ("train", "save", "export")),
+        ("veomni", 2, "policy", RL_GROUPS, OPERATIONS),
+        ("veomni", 2, "manual", RL_GROUPS, OPERATIONS),
+        ("veomni", 2, "both", RL_GROUPS, OPERATIONS),
+        ("veomni", 2, "policy", SFT_GROUPS, ("train", "save", "export")),
     ]
-    for engine in ("fsdp", "veomni"):
-        cells += [
-            Cell(release, engine, "policy", operation, 2, SFT_GROUPS) for operation in ("train", "save", "export")
-        ]
-    return cells
+    return [
+        Cell(release, engine, offload, operation, ranks, groups)
+        for engine, ranks, offload, groups, operations in plan
+        for operation in operations
+    ]

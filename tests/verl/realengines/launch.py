@@ -62,9 +62,11 @@ def launch(
         try:
             status: int | str = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = f"killed after {seconds:.0f} s"
+            status = f"no end after {seconds:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     if status != 0:
         raise RuntimeError(f"the driver ended with {status}:\n{log.read_text()[-3000:]}")
     return {cell: read_reports(cell, out) for cell in cells}

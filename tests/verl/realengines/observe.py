@@ -40,7 +40,7 @@ def storages(module: torch.nn.Module) -> dict[str, torch.UntypedStorage]:
 
 
 def exchanged(before: dict[str, torch.UntypedStorage], after: dict[str, torch.UntypedStorage]) -> str:
-    """Say how many of the storages are others than before, as ``3/27``; shards without elements have none to exchange."""
+    """Say how many storages are others than before, as ``3/27``; a shard without elements has none to exchange."""
     held = {name: storage for name, storage in before.items() if storage.nbytes()}
     return f"{sum(held[name].data_ptr() != after[name].data_ptr() for name in held)}/{len(held)}"
 

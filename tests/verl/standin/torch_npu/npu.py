@@ -8,7 +8,7 @@ from typing import TypeVar
 Wrapped = TypeVar("Wrapped", bound=Callable[..., object])
 
 
-class mstx:  # noqa: N801, the name is torch_npu's
+class mstx:
     """Ranges that mark nothing."""
 
     @staticmethod
