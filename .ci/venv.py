@@ -93,7 +93,7 @@ def _constraints(venv, torch):
 
 def _pip(command, log):
     """Run pip, its talk in a log, one short line of progress on the screen."""
-    begun, done = time.monotonic(), 0
+    begun, done, doing = time.monotonic(), 0, "found {} packages"
     live = sys.stdout.isatty()
     with log.open("a") as sink:
         sink.write("\n$ " + " ".join(command) + "\n")
@@ -106,9 +106,9 @@ def _pip(command, log):
                 done += 1
             now = time.monotonic()
             if line.startswith("Installing collected") and done:
-                _progress("      unpacking {} packages".format(done), live)
-            elif now - last > (0.2 if live else 10):
-                _progress("      {} packages found, {:.0f} s".format(done, now - begun), live)
+                doing, last = "unpacking {} packages", begun
+            if done and now - last > (0.2 if live else 10):
+                _progress("      {}, {:.0f} s".format(doing.format(done), now - begun), live)
                 last = now
         code = process.wait()
     if live:

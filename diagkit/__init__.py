@@ -7,6 +7,11 @@ first used.
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the same names once more, for editors and type checkers
+    from diagkit.capture import record
+    from diagkit.trace import open_trace
 
 __version__ = "0.1.0"
 
@@ -19,7 +24,7 @@ _HOMES: dict[str, str] = {
 # Rooms that are part of the public face as they are, such as ``diagkit.lab``.
 _ROOMS: frozenset[str] = frozenset({"errors", "lab"})
 
-__all__ = ["__version__", *sorted(_HOMES)]
+__all__ = ["__version__", "open_trace", "record"]
 
 
 def __getattr__(name: str) -> object:

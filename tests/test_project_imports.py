@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pathlib
 import subprocess
@@ -52,11 +53,20 @@ def test_import_diagkit_takes_at_most_ten_milliseconds() -> None:
 def test_every_public_name_can_be_had_and_is_sorted() -> None:
     pytest.importorskip("torch")
     names = [name for name in diagkit.__all__ if name != "__version__"]
-    assert names == sorted(names)
+    assert names == sorted(names) == sorted(diagkit._HOMES)
     for name in names:
         value = getattr(diagkit, name)
         assert callable(value), name
         assert name in dir(diagkit)
+
+
+def test_type_checkers_see_the_same_names_in_the_same_rooms() -> None:
+    tree = ast.parse((ROOT / "diagkit" / "__init__.py").read_text())
+    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert seen == diagkit._HOMES
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
