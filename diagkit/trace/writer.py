@@ -2,8 +2,8 @@
 
 The rules: no exception leaves this module after construction; nothing is buffered, so that a killed process loses
 at most its last line; a write that fails is counted, warned about once, and told in the trace as soon as the trace
-can be written again. The public generator of traces (for tests, and for tools that want to write this format) is
-this class, used without torch.
+can be written again, together with every name that the lost lines had defined, so that what follows can be read. The
+public generator of traces (for tests, and for tools that want to write this format) is this class, used without torch.
 
 Events, beside ``ev``, ``seq`` (counts every event of the file), ``t`` (wall seconds), ``m`` (monotonic seconds),
 ``ph`` (ordinal of the phase, 0 outside):
@@ -15,7 +15,8 @@ reader of many ranks parses equal
 ``local``    ``base shapes runs``: this rank's local shapes of rows ``base ...``, as run lengths over distinct shapes
 ``moment``   ``kind label d`` and, where they apply, ``key facts cause causes failure phase calls``: ``d`` is flat,
              ``gap count facts exchanged`` per run of rows, where gap counts from the end of the run before;
-             ``facts`` and ``causes`` define the numbers used from here on; ``phase`` names the phase that begins
+             ``facts`` and ``causes`` define the numbers used from here on (a whole state defines all facts that it
+             uses again, so that one damaged line does not spoil the rest); ``phase`` names the phase that begins
 ``trouble``  ``where error``: a fault of the recorder's own, or writes that were lost
 ``end``      ``reason``: closed in order
 """
@@ -31,16 +32,21 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from diagkit.errors import TraceError
 from diagkit.trace.schema import Cause, Change, Facts, Failure, Header, Row, facts_to_json
+from diagkit.trace.sinks import FileSink, MemorySink, NullSink, Sink
+
+__all__ = ["FileSink", "MemorySink", "NullSink", "Sink", "TraceWriter", "open_folder", "rank_file", "table_hash"]
 
 #: A whole state is written in place of a difference every so many moments, so that a damaged line costs a reader
 #: little.
 KEY_EVERY = 64
 #: Bytes of text kept of an exception's message.
 MESSAGE_LIMIT = 2000
+#: Seconds after which one write counts as slow, which is told once.
+SLOW = 1.0
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -67,64 +73,6 @@ def open_folder(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-class Sink(Protocol):
-    """Where lines go."""
-
-    def write(self, line: bytes) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class MemorySink:
-    """Keeps the lines; for a live look that leaves no file behind."""
-
-    def __init__(self) -> None:
-        self.lines: list[bytes] = []
-
-    def write(self, line: bytes) -> None:
-        self.lines.append(line)
-
-    def sync(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class FileSink:
-    """Unbuffered appends to one file, by the process that opened it alone: a forked child writes nothing."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._owner = os.getpid()
-        self._torn = False
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
-
-    def write(self, line: bytes) -> None:
-        if os.getpid() != self._owner:
-            return
-        if self._torn:
-            line = b"\n" + line  # what a full disk left of an earlier line must not swallow this one
-        done = 0
-        try:
-            while done < len(line):
-                done += os.write(self._file, line[done:])
-        except OSError:
-            self._torn = self._torn or done > 0
-            raise
-        self._torn = False
-
-    def sync(self) -> None:
-        if os.getpid() == self._owner:
-            os.fsync(self._file)
-
-    def close(self) -> None:
-        if os.getpid() == self._owner:
-            os.close(self._file)
-
-
 class TraceWriter:
     """One rank's trace. Not thread-safe: the recorder serialises."""
 
@@ -132,13 +80,22 @@ class TraceWriter:
         self._sink = sink
         self._seq = 0
         self._lost = 0
+        self._why = ""
         self._warned = False
+        self._slow = False
         self._closed = False
         self._facts: dict[Facts, int] = {}
+        self._records: list[Facts] = []  # by number, less one
         self._causes: dict[Cause, int] = {}
-        self._new_facts: dict[int, Facts] = {}
+        self._cause_count = 0
+        self._new_facts: set[int] = set()
         self._since_key = 0
         self.moments = 0
+        #: Rows whose exchange of storage was told by a moment that could not be written.
+        self.unwritten_exchanges: set[int] = set()
+        # What lost lines had defined, to be written again before anything else.
+        self._unwritten: list[tuple[str, int, Mapping[str, Any]]] = []
+        self._unwritten_phases: dict[int, Mapping[str, Any]] = {}
         self._emit("header", 0, asdict(header))
 
     @classmethod
@@ -149,11 +106,13 @@ class TraceWriter:
             TraceError: the folder cannot be written, or holds this rank's trace of another run.
         """
         path = rank_file(open_folder(folder), header.rank)
-        if overwrite:
-            path.unlink(missing_ok=True)
-        elif path.exists() and path.stat().st_size:
-            raise TraceError("a trace is there already", where=path, remedy="Name a new folder, or pass overwrite=True")
         try:
+            if overwrite:
+                path.unlink(missing_ok=True)
+            elif path.exists() and path.stat().st_size:
+                raise TraceError(
+                    "a trace is there already", where=path, remedy="Name a new folder, or pass overwrite=True"
+                )
             return cls(FileSink(path), header)
         except OSError as error:
             raise TraceError(
@@ -172,9 +131,9 @@ class TraceWriter:
         """The number of these facts; new ones are defined by the next moment that is written."""
         number = self._facts.get(facts)
         if number is None:
-            number = len(self._facts) + 1
-            self._facts[facts] = number
-            self._new_facts[number] = facts
+            self._records.append(facts)
+            number = self._facts[facts] = len(self._records)
+            self._new_facts.add(number)
         return number
 
     def table(
@@ -195,14 +154,17 @@ class TraceWriter:
             body["of"] = [row.of for row in rows]
         if any(row.shape is not None for row in rows):
             body["shapes"] = _runs([row.shape for row in rows])
-        digest = hashlib.blake2b(_dump(body), digest_size=12).hexdigest()
-        self._emit("table", phase, {"hash": digest, **body})
+        self._emit("table", phase, {"hash": table_hash(body), **body})
         if local_shapes is not None and any(shape is not None for shape in local_shapes):
             self._emit("local", phase, {"base": rows[0].id, "shapes": _runs(local_shapes)})
 
     def wants_key(self) -> bool:
         """Whether the next moment should carry the whole state."""
         return self.moments == 0 or self._since_key >= KEY_EVERY
+
+    def ask_key(self) -> None:
+        """Lets the next moment carry the whole state: differences since the last one may have been lost."""
+        self._since_key = KEY_EVERY
 
     def moment(
         self,
@@ -218,23 +180,28 @@ class TraceWriter:
         calls: Mapping[str, int] | None = None,
     ) -> None:
         """One moment. ``key``: the changes are the whole state. ``begins``: name, parent, label of a new phase."""
+        changes = list(changes)
         event: dict[str, Any] = {"kind": kind, "label": label}
         if key:
             event["key"] = 1
             self._since_key = 0
         self._since_key += 1
         self.moments += 1
-        if self._new_facts:
-            event["facts"] = {str(number): facts_to_json(facts) for number, facts in self._new_facts.items()}
-            self._new_facts = {}
+        defined = self._new_facts | ({change.facts for change in changes if change.facts} if key else set())
+        if defined:
+            event["facts"] = {str(number): facts_to_json(self._records[number - 1]) for number in sorted(defined)}
+        new_cause = False
         if cause is not None:
             number = self._causes.get(cause)
             if number is None:
-                number = self._causes[cause] = len(self._causes) + 1
+                new_cause = True
+                self._cause_count += 1
+                number = self._causes[cause] = self._cause_count
                 event["causes"] = {str(number): asdict(cause)}
             event["cause"] = number
         if failure is not None:
             event["failure"] = {**asdict(failure), "message": failure.message[:MESSAGE_LIMIT]}
+        begins = begins or self._unwritten_phases.get(phase)
         if begins:
             event["phase"] = dict(begins)
         if calls:
@@ -245,13 +212,33 @@ class TraceWriter:
             flat += (change.start - end, change.count, change.facts, int(change.exchanged))
             end = change.start + change.count
         event["d"] = flat
-        self._emit("moment", phase, event)
+        if self._emit("moment", phase, event):
+            self._new_facts -= defined
+            self._unwritten_phases.pop(phase, None)
+            if key:
+                self.unwritten_exchanges.clear()
+        else:
+            self._lost_moment(phase, changes, cause if new_cause else None, begins)
         if failure is not None:
             self._sync()
+
+    def _lost_moment(
+        self, phase: int, changes: list[Change], new_cause: Cause | None, begins: Mapping[str, Any] | None
+    ) -> None:
+        """Remembers what nobody will read in the moment that could not be written."""
+        self.ask_key()
+        for change in changes:
+            if change.exchanged:
+                self.unwritten_exchanges.update(range(change.start, change.start + change.count))
+        if new_cause is not None:
+            del self._causes[new_cause]
+        if begins:
+            self._unwritten_phases[phase] = begins
 
     def trouble(self, where: str, error: str, phase: int = 0) -> None:
         """Tells a fault of the recorder's own."""
         self._emit("trouble", phase, {"where": where, "error": error[:MESSAGE_LIMIT]})
+        self.ask_key()
 
     def close(self, reason: str = "closed", phase: int = 0) -> None:
         """Ends the trace; further calls do nothing."""
@@ -260,45 +247,75 @@ class TraceWriter:
         self._emit("end", phase, {"reason": reason})
         self._sync()
         self._closed = True
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             self._sink.close()
 
-    def _emit(self, ev: str, phase: int, body: Mapping[str, Any]) -> None:
+    def _emit(self, ev: str, phase: int, body: Mapping[str, Any]) -> bool:
+        """Writes an event, after what was lost before it; whether it is in the trace."""
         if self._closed:
-            return
-        if self._lost:
-            lost, self._lost = self._lost, 0
-            self._emit(
-                "trouble", phase, {"where": "writer", "error": f"{lost} events before this one could not be written"}
-            )
-            if self._lost:  # still not writable: this event is lost too
-                self._lost += lost
-                return
-        event = {
-            "ev": ev,
-            "seq": self._seq,
-            "t": round(time.time(), 6),
-            "m": round(time.monotonic(), 6),
-            "ph": phase,
-            **body,
-        }
-        self._seq += 1
+            return False
+        if (not self._lost or self._catch_up(phase)) and self._put(ev, phase, body):
+            return True
+        self._lost += 1
+        self._seq += 1  # so that a reader sees the gap
+        if ev in ("header", "table", "local"):
+            self._unwritten.append((ev, phase, body))
+        return False
+
+    def _catch_up(self, phase: int) -> bool:
+        """Tells how much was lost, and defines again what the lost lines had defined."""
+        text = f"{self._lost} event(s) before this one could not be written ({self._why})"
+        if self._unwritten and self._unwritten[0][0] == "header":
+            if not self._put(*self._unwritten[0]):
+                return False
+            del self._unwritten[0]
+        if not self._put("trouble", phase, {"where": "writer", "error": text}):
+            return False
+        self._lost = 0
+        while self._unwritten:
+            if not self._put(*self._unwritten[0]):
+                return False
+            del self._unwritten[0]
+        return True
+
+    def _put(self, ev: str, phase: int, body: Mapping[str, Any]) -> bool:
+        began = time.monotonic()
+        event = {"ev": ev, "seq": self._seq, "t": round(time.time(), 6), "m": round(began, 6), "ph": phase, **body}
         try:
-            self._sink.write(_dump(event) + b"\n")
-        except (OSError, ValueError) as error:
-            self._lost += 1
-            if not self._warned:
-                self._warned = True
-                with contextlib.suppress(Exception):  # a warning turned into an error must not reach the job either
-                    warnings.warn(
-                        f"diagkit cannot write its trace ({error}); the job goes on, the trace has a gap",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+            note = self._sink.write(_dump(event) + b"\n")
+        except Exception as error:  # whatever it is, the job must not see it
+            self._why = _one_line(error)
+            self._warn(f"diagkit cannot write its trace ({self._why}); the job goes on, the trace has a gap")
+            return False
+        self._seq += 1
+        if not self._slow and (took := time.monotonic() - began) >= SLOW:
+            self._slow = True
+            note = f"one write to the trace took {took:.1f} s, and the job waited for it"
+        if note:
+            self._warn(f"diagkit: {note}; the job goes on")
+            self._put("trouble", phase, {"where": "writer", "error": note})
+        return True
+
+    def _warn(self, text: str) -> None:
+        """Once per trace."""
+        if not self._warned:
+            self._warned = True
+            with contextlib.suppress(Exception):  # a warning turned into an error must not reach the job either
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _sync(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):
             self._sink.sync()
+
+
+def table_hash(body: Mapping[str, Any]) -> str:
+    """What a table with these fields (less ``hash`` and the fields that every event has) is known by."""
+    return hashlib.blake2b(_dump(body), digest_size=12).hexdigest()
+
+
+def _one_line(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+    return " ".join(text.split())[:200]
 
 
 def _dump(value: object) -> bytes:

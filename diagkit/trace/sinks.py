@@ -1,0 +1,117 @@
+"""Where the lines of a trace go: a file, memory, or nowhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Protocol
+
+
+class Sink(Protocol):
+    """Where lines go. ``write`` may return a note about what befell it on the way."""
+
+    def write(self, line: bytes) -> str | None: ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MemorySink:
+    """Keeps the lines; for a live look that leaves no file behind."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+
+    def write(self, line: bytes) -> None:
+        self.lines.append(line)
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class NullSink:
+    """Goes nowhere; for a recorder whose folder cannot be written, and whose job must not mind."""
+
+    def write(self, line: bytes) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class FileSink:
+    """Unbuffered appends to one file, by the process that opened it alone: a forked child writes nothing.
+
+    A job may close descriptors that it did not open, and the number may then belong to a file of its own. So the file
+    behind the descriptor is compared before each use: a stranger's is neither written nor closed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._owner = os.getpid()
+        self._torn = False
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
+        stat = os.fstat(self._file)
+        self._identity = (stat.st_dev, stat.st_ino)
+        self._linked = stat.st_nlink > 0  # some network file systems never count links
+
+    def write(self, line: bytes) -> str | None:
+        """Appends the line; what befell it on the way, None for nothing.
+
+        Raises:
+            OSError: it could not be written, or not whole.
+        """
+        if os.getpid() != self._owner:
+            return None
+        note = self._reach()
+        if self._torn:
+            line = b"\n" + line  # what a full disk left of an earlier line must not swallow this one
+        done = 0
+        try:
+            while done < len(line):
+                done += os.write(self._file, line[done:])
+        except OSError:
+            self._torn = self._torn or done > 0
+            raise
+        self._torn = False
+        return note
+
+    def sync(self) -> None:
+        if os.getpid() == self._owner and self._stat() is not None:
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        if os.getpid() == self._owner and self._stat() is not None:
+            os.close(self._file)
+
+    def _stat(self) -> os.stat_result | None:
+        """What is behind the descriptor, None where that is not our file."""
+        try:
+            stat = os.fstat(self._file)
+        except OSError:
+            return None
+        return stat if (stat.st_dev, stat.st_ino) == self._identity else None
+
+    def _reach(self) -> str | None:
+        """Makes sure that the descriptor leads to our file and that somebody can find it there."""
+        stat = self._stat()
+        note = None
+        if stat is None:
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0))
+            stat = os.fstat(file)
+            if (stat.st_dev, stat.st_ino) != self._identity:
+                os.close(file)
+                raise OSError(errno.ESTALE, "another file is in its place", str(self.path))
+            self._file = file
+            note = "the job closed the trace's file; it was opened again"
+        if self._linked and stat.st_nlink == 0:
+            raise OSError(errno.ENOENT, "the file was removed", str(self.path))
+        return note
