@@ -14,6 +14,8 @@ PIP_ARGS ?=
 WORKERS ?= 2
 # Further arguments for pytest: make test PYTEST="-k parity -x"
 PYTEST ?=
+# Which tests make test-torch runs: smoke (parity and the crash) or all
+SUITE ?= smoke
 # Further arguments for the demo: make demo DEMO="--history"
 DEMO ?=
 
@@ -21,7 +23,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SETUP = @$(PYTHON) .ci/venv.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
 
-.PHONY: help setup demo doctor test test-verl lint clean
+.PHONY: help setup demo doctor test test-torch test-verl lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*  ## ' $(MAKEFILE_LIST) | sed 's/:.*  ## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -40,6 +42,12 @@ test: setup lint  ## run every test (about ten minutes on two cores)
 	@PYTHON=$(PYTHON) .ci/system-packages browser
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not alone and not verl" $(PYTEST)
 	$(PY) -m pytest -m "alone and not verl" $(PYTEST)
+
+test-torch:  ## the smoke tests on another torch, in an environment of its own: TORCH=2.9.1, SUITE=all for every test
+	@[ "$(origin TORCH)" = "command line" ] || { echo "error: which torch? For example: make test-torch TORCH=2.9.1" >&2; exit 2; }
+	$(SETUP) --venv .venv-torch-$(TORCH) --torch $(TORCH)
+	@.venv-torch-$(TORCH)/bin/python -m diagkit doctor demo
+	.venv-torch-$(TORCH)/bin/python -m pytest -m "$(if $(filter all,$(SUITE)),not verl and not alone,smoke)" $(PYTEST)
 
 test-verl: setup  ## compare the lab's engines with verl's own (makes .venv-verl: 1.8 GB, about a minute)
 	@$(PY) tests/verl/realengines/environment.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
