@@ -188,6 +188,12 @@ def has_fsdp(module: nn.Module) -> bool:
     return fsdp_module("_fsdp_state") is not None and any(fsdp_state(m) is not None for m in module.modules())
 
 
+def all_fsdp_modules() -> list[nn.Module]:
+    """Every live module that ``fully_shard`` was applied to, in this process; empty where that cannot be told."""
+    known = getattr(_module("torch.distributed._composable_state"), "_module_state_mapping", None)
+    return [] if known is None else [m for m in list(known) if fsdp_state(m) is not None]
+
+
 def fsdp_states(root: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """``(name, module, state)`` of each distinct FSDPState under the root."""
     if fsdp_module("_fsdp_state") is None:
