@@ -17,6 +17,8 @@ __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _HOMES: dict[str, str] = {
+    "explain": "diagkit.live",
+    "inspect": "diagkit.live",
     "open_trace": "diagkit.trace",
     "record": "diagkit.capture",
 }

@@ -43,6 +43,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("demo", "diagkit.demo.command", "run both engines, guarded and unguarded, and show what breaks and where"),
     Command("doctor", "diagkit.doctor", "say what will work on this machine, and what to do for the rest"),
     Command("diagnose", "diagkit.diagnosis.diagnose_command", "find the hazards in a folder of traces"),
+    Command("explain", "diagkit.diagnosis.explain_command", "say what the first failure in a job's log means"),
     Command("hazards", "diagkit.diagnosis.hazards_command", "teach a hazard: what happens, how to see it, what mends it"),
 )
 

@@ -1,4 +1,4 @@
-"""``python -m diagkit.demo.predictions``: measures every state and operation on the installed torch, and writes the table."""
+"""``python -m diagkit.demo.predictions``: measures every state and operation on the installed torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def measure(state: State, ranks: int, device: str, alone: bool = False) -> tuple
     if key.buffers == "home":
         return key, found
     _, straight = cells.run_state(STRAIGHT, state, ranks, device, alone)
-    merged = {op: c if c == straight[op] else Cell("depends", (straight[op].error or c.error)) for op, c in found.items()}
+    merged = {
+        op: c if c == straight[op] else Cell("depends", (straight[op].error or c.error)) for op, c in found.items()
+    }
     return key, merged
 
 

@@ -59,7 +59,9 @@ class Bench:
     optimizer: torch.optim.Optimizer
     kind: Kind
     device: str
-    weights: dict[str, Tensor] = field(default_factory=dict)  # a sharded state dict with other values than the live ones
+    weights: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # a sharded state dict with other values than the live ones
     moments: dict[str, Any] = field(default_factory=dict)  # an optimizer state dict
 
     def loss(self) -> Tensor:

@@ -1,7 +1,8 @@
 """Runs cells: a state is provoked and an operation done, in processes that live for nothing else.
 
-Ranks are forked from a process that has torch and the simulated accelerator loaded, which makes a cell a matter of half a second. Operations
-that leave the state as it was, by every fact, follow one another in the same processes; the next one after a change gets new ones.
+Ranks are forked from a process that has torch and the simulated accelerator loaded, which makes a cell a matter of
+half a second. Operations that leave the state as it was, by every fact, follow one another in the same processes;
+the next one after a change gets new ones.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _last(text: bytes) -> dict[str, Any] | None:
 def _rank(
     kind: Kind, state: State, rank: int, ranks: int, device: str, operations: list[str], store: str, write: int
 ) -> None:
-    """A child's whole life; it never returns. After each operation it writes all that it has, in case the next one hangs."""
+    """A child's whole life; it never returns. After each operation it writes all it has: the next one may hang."""
     try:
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)

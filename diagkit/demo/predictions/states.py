@@ -1,7 +1,7 @@
 """The states in which operations are tried, and how each really comes about.
 
-Every recipe uses what users use: moves, loads, forward and backward passes that fail. The hand-made split alone writes to a private
-attribute, as the code that causes it in the field does.
+Every recipe uses what users use: moves, loads, forward and backward passes that fail. The hand-made split alone
+writes to a private attribute, as the code that causes it in the field does.
 """
 
 from __future__ import annotations

@@ -1,0 +1,156 @@
+"""What an exception means: the hazard behind it where there is one, and plainly "not this" where there is none.
+
+A message alone is never a diagnosis. With facts (a live model), the rules that hold and explain the message answer.
+Without (a log), the candidates are listed in the order of likelihood, beside what would settle it.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diagkit.diagnosis.finding import Finding, Findings
+from diagkit.diagnosis.operation import likely, ordered
+from diagkit.diagnosis.rule import Rule, find_rules
+from diagkit.diagnosis.signatures import said
+from diagkit.trace.schema import Failure
+
+NOT_OURS = "not an FSDP2 residency problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The answer to one exception. ``code`` is None where no residency hazard stands behind it."""
+
+    error: str  # "RuntimeError: ..."
+    operation: str = ""  # what was under way, "" where it cannot be told
+    findings: tuple[Finding, ...] = ()  # shown by facts, the first to blame first
+    candidates: tuple[Rule, ...] = ()  # by text alone, the likeliest first
+    beside: tuple[Finding, ...] = ()  # hazards that are there, but do not explain this exception
+    rank: int | None = None
+    where: str = ""  # the user's line, "train.py:41 save"
+    earlier: str = ""  # the first error, where this one only follows from it
+    next: tuple[str, ...] = ()  # what to record to be sure
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def code(self) -> str | None:
+        """The hazard to blame; by facts if there are any, else the likeliest candidate."""
+        if self.findings:
+            return self.findings[0].code
+        return self.candidates[0].code if self.candidates else None
+
+    @property
+    def certain(self) -> bool:
+        """Whether facts speak, and not the text alone."""
+        return bool(self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "certain": self.certain,
+            "error": self.error,
+            "operation": self.operation,
+            "rank": self.rank,
+            "where": self.where,
+            "earlier": self.earlier,
+            "findings": [f.to_json() for f in self.findings],
+            "candidates": [{"code": r.code, "title": r.title} for r in self.candidates],
+            "beside": [f.code for f in self.beside],
+            "next": list(self.next),
+            "notes": list(self.notes),
+        }
+
+    def __repr__(self) -> str:
+        lines = [self.error]
+        at = [
+            f"rank {self.rank}" if self.rank is not None else "",
+            f"during {self.operation}" if self.operation else "",
+            self.where,
+        ]
+        if any(at):
+            lines.append("  " + ", ".join(filter(None, at)))
+        if self.earlier:
+            lines.append(f"  the first error, which this one follows from: {self.earlier}")
+        if self.findings:
+            for finding in self.findings:
+                lines += ["", *finding.lines()]
+        elif self.candidates:
+            lines += ["", "The text alone fits, the likeliest first:"]
+            lines += [f"  {r.code}  {r.title}" for r in self.candidates]
+            lines += ["", f"If it is {self.candidates[0].code}: {self.candidates[0].text['Remedy']}"]
+        else:
+            lines += ["", NOT_OURS]
+            lines += [f"  beside it there is {f.code} {f.title}" for f in self.beside]
+        if self.next:
+            lines += ["", "To be sure:", *(f"  {step}" for step in self.next)]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        if not self.findings:
+            return f"<pre>{html.escape(repr(self))}</pre>"
+        head = f"<p><code>{html.escape(self.error)}</code><br>{html.escape(self.where)}</p>"
+        first = f"<p>the first error: {html.escape(self.earlier)}</p>" if self.earlier else ""
+        return f"<div>{head}{first}{Findings(self.findings)._repr_html_()}</div>"
+
+
+def by_facts(
+    failure: Failure, findings: Sequence[Finding], operation: str, *, earlier: Failure | None = None, where: str = ""
+) -> Explanation:
+    """The explanation of an exception beside the findings of the state in which it was met.
+
+    A finding explains it when its rule knows the text. ``earlier`` is the exception that came first, where this one was
+    raised on top of it.
+    """
+    names = said(failure.message)
+    explains = [f for f in findings if names.intersection(f.rule.says)]
+    order = ordered([f.code for f in explains], names, operation)
+    explains.sort(key=lambda f: order.index(f.code))
+    if names == {"param_dtype"}:
+        # The retry's error follows from what made the first forward fail; where that is still there, it is to blame.
+        explains += (
+            [f for f in findings if f not in explains and f.code in explains[0].rule.follows] if explains else []
+        )
+    beside = tuple(f for f in findings if f not in explains)
+    return Explanation(
+        error=_error(failure),
+        operation=operation,
+        findings=tuple(explains),
+        beside=beside,
+        where=where,
+        earlier=_error(earlier) if earlier is not None else "",
+        notes=()
+        if explains or not names
+        else (f"the text is known ({', '.join(sorted(names))}), but no fact supports it",),
+    )
+
+
+def by_text(
+    failure: Failure, operation: str, *, rank: int | None = None, where: str = "", earlier: Failure | None = None
+) -> Explanation:
+    """The explanation of an exception of which only the text and the stack are known."""
+    names = said(failure.message)
+    candidates = [rule for code in likely(names, operation) for rule in find_rules(code)]
+    steps: tuple[str, ...] = ()
+    if candidates:
+        steps = (
+            "record the run: diagkit run --out runs/a SCRIPT ARGS, or dk.record(model, optimizer, out=...) in the code; "
+            "then diagkit diagnose runs/a",
+            "or, where the process still lives: dk.explain() in the except block, or dk.inspect(model, optimizer)",
+        )
+    return Explanation(
+        error=_error(failure),
+        operation=operation,
+        candidates=tuple(candidates),
+        rank=rank,
+        where=where,
+        earlier=_error(earlier) if earlier is not None else "",
+        next=steps,
+    )
+
+
+def _error(failure: Failure) -> str:
+    return f"{failure.type}: {' '.join(failure.message.split())[:300]}"

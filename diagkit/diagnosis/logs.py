@@ -1,0 +1,188 @@
+"""Reads exceptions out of a job's log: which rank failed first, where, with what.
+
+Lines of many processes come mixed. A prefix tells whose line it is (torchrun's ``[rank3]:`` and ``[default3]:``,
+Ray's ``(Worker pid=71, ip=...)``), and each process's lines are read as a stream of their own. What merely reports
+another's failure (launchers, closed connections) is set aside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from diagkit.diagnosis.explain import Explanation, by_text
+from diagkit.diagnosis.operation import operation_of
+from diagkit.diagnosis.signatures import said
+from diagkit.trace.schema import Failure
+
+#: Longest line that is looked at, and most frames kept of a traceback.
+LINE_LIMIT = 20_000
+FRAME_LIMIT = 500
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+_PREFIXES = (
+    re.compile(r"^\[(?:rank|default)(?P<rank>\d{1,6})\]:? ?"),
+    re.compile(r"^\((?P<who>[^()]{0,200}?pid=\d+[^()]{0,200})\) ?"),
+    re.compile(r"^(?P<rank>\d{1,6}): (?= *(?:Traceback|File |\w+Error|raise |  ))"),  # srun --label
+)
+_STAMP = re.compile(
+    r"^\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*Z?\]? ?(?:\[?(?:INFO|WARNING|ERROR|CRITICAL|DEBUG)\]?:? ?)?"
+)
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):")
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]{0,1000})", line (?P<line>\d{1,9}), in (?P<function>.{1,300}?)\s*$')
+_EXCEPTION = re.compile(
+    r"^(?P<type>(?:[A-Za-z_]\w*\.){0,12}[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Failure|Warning)(?:\([\w.]+\))?)"
+    r"(?:: ?(?P<text>.*))?$"
+)
+_RAY_FRAME = re.compile(r"^\s*ray::.*pid=")
+_ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)")
+_ROOT_RANK = re.compile(r"^\s*rank\s*:\s*(?P<rank>\d{1,6})")
+_RANK_WORD = re.compile(r"\brank[ =:]{1,3}(?P<rank>\d{1,6})\b", re.IGNORECASE)
+
+#: Exceptions that only report another process's end.
+_ECHOES = re.compile(
+    r"ChildFailedError|CalledProcessError|ActorDiedError|RayActorError|WorkerCrashedError|KeyboardInterrupt|SystemExit"
+    r"|SignalException|BrokenPipe"
+)
+_ECHO_TEXTS = re.compile(
+    r"connection closed by peer|connection reset by peer|broken pipe|socket timeout|watchdog|received signal"
+    r"|remote process exited",
+    re.IGNORECASE,
+)
+
+
+@dataclass(slots=True)
+class LoggedError:
+    """One exception of a log. ``frames``: file, line and function, outermost first."""
+
+    stream: str
+    number: int  # line of the log, from 1
+    type: str
+    message: str
+    frames: list[tuple[str, int, str]] = field(default_factory=list)
+    rank: int | None = None
+
+    @property
+    def echo(self) -> bool:
+        """It only reports that another process failed."""
+        return bool(_ECHOES.search(self.type) or _ECHO_TEXTS.search(self.message))
+
+    @property
+    def failure(self) -> Failure:
+        return Failure(self.type.rpartition(".")[2], self.message, self.operation)
+
+    @property
+    def operation(self) -> str:
+        return operation_of((file, function) for file, _, function in self.frames)
+
+    @property
+    def where(self) -> str:
+        """The innermost line outside site-packages and torch, ``"train.py:41 save"``."""
+        own = [
+            f
+            for f in self.frames
+            if not re.search(r"site-packages|dist-packages|/torch/|/ray/|lib/python3|<frozen", f[0])
+        ]
+        file, line, function = (own or self.frames or [("", 0, "")])[-1]
+        return f"{file.rpartition('/')[2]}:{line} {function}" if file else ""
+
+
+def explain_log(lines: Iterable[str]) -> Explanation | None:
+    """What a log's first failure means; None for a log without any exception."""
+    reader = _Reader()
+    errors = list(reader.errors(lines))
+    if not errors:
+        return None
+    own = [e for e in errors if not e.echo] or errors
+    known = [e for e in own if said(e.message)]
+    from_root = [e for e in known or own if reader.root_rank is not None and e.rank == reader.root_rank]
+    first = (from_root or known or own)[0]
+    before = next((e for e in known if e.stream == first.stream and e.number < first.number), None)
+    return by_text(
+        first.failure,
+        first.operation,
+        rank=first.rank if first.rank is not None else reader.root_rank,
+        where=first.where,
+        earlier=before.failure if before else None,
+    )
+
+
+class _Reader:
+    """Streams, and the traceback that is open in each."""
+
+    def __init__(self) -> None:
+        self.root_rank: int | None = None
+        self._in_root = False
+        self._open: dict[str, list[tuple[str, int, str]]] = {}
+        self._last: dict[str, LoggedError] = {}
+        self._ranks: dict[str, int] = {}
+
+    def errors(self, lines: Iterable[str]) -> Iterator[LoggedError]:
+        found: list[LoggedError] = []
+        for number, line in enumerate(lines, 1):
+            stream, text = self._whose(_ANSI.sub("", line[:LINE_LIMIT]).rstrip("\r\n"))
+            self._note_ranks(stream, text)
+            error = self._read(stream, text, number)
+            if error is not None:
+                found.append(error)
+        for error in found:
+            if error.rank is None:
+                error.rank = self._ranks.get(error.stream)
+        return iter(found)
+
+    def _whose(self, line: str) -> tuple[str, str]:
+        stream, text = "", line
+        for _ in range(3):
+            for prefix in _PREFIXES:
+                found = prefix.match(text)
+                if found:
+                    groups = found.groupdict()
+                    stream = groups.get("who") or f"rank {groups['rank']}"
+                    text = text[found.end() :]
+                    break
+            else:
+                break
+        return stream, text
+
+    def _note_ranks(self, stream: str, text: str) -> None:
+        if _ROOT_CAUSE.search(text):
+            self._in_root = True
+        elif self._in_root and (found := _ROOT_RANK.match(_STAMP.sub("", text))):
+            if self.root_rank is None:
+                self.root_rank = int(found["rank"])
+            self._in_root = False
+        if stream.startswith("rank "):
+            self._ranks[stream] = int(stream.removeprefix("rank "))
+        elif stream and stream not in self._ranks and (found := _RANK_WORD.search(f"{stream} {text}")):
+            self._ranks[stream] = int(found["rank"])
+
+    def _read(self, stream: str, text: str, number: int) -> LoggedError | None:
+        if _TRACEBACK.search(text):
+            self._open[stream] = []
+            self._last.pop(stream, None)
+            return None
+        frames = self._open.get(stream)
+        if frames is not None and (found := _FRAME.match(text)):
+            if len(frames) < FRAME_LIMIT:
+                frames.append((found["file"], int(found["line"]), found["function"]))
+            return None
+        plain = _STAMP.sub("", text)
+        found = _EXCEPTION.match(plain if frames is None else plain.lstrip() if _RAY_FRAME.match(text) else plain)
+        if found and (frames or self._names_text(found["text"] or "")):
+            error = LoggedError(stream, number, found["type"], found["text"] or "", frames or [])
+            self._open.pop(stream, None)
+            self._last[stream] = error
+            return error
+        last = self._last.get(stream)
+        if last is not None and frames is None:
+            # A message may go on over lines; what a launcher says next does not belong to it.
+            if text.strip() and len(last.message) < 2000 and not _STAMP.match(text):
+                last.message += "\n" + text
+            else:
+                self._last.pop(stream)
+        return None
+
+    @staticmethod
+    def _names_text(text: str) -> bool:
+        return bool(said(text))
