@@ -231,7 +231,7 @@ def built(announce: bool = True) -> Path:
     folder = cache_root() / build_key(facts, command)
     if _complete(folder):
         return folder
-    with _lock(folder.with_suffix(".lock")):
+    with _lock(folder.parent / f"{folder.name}.lock"):
         if not _complete(folder):
             _compile(facts, command, folder, announce)
     return folder
@@ -256,7 +256,9 @@ def _compile(facts: TorchFacts, command: list[str], folder: Path, announce: bool
             file=sys.stderr,
             flush=True,
         )
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="build-") as scratch:
+    for leftover in folder.parent.glob(f"build-{folder.name}-*"):  # of a process that was killed: we hold the lock
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"build-{folder.name}-") as scratch:
         out = Path(scratch) / "out"
         out.mkdir()
         running = {
@@ -264,7 +266,7 @@ def _compile(facts: TorchFacts, command: list[str], folder: Path, announce: bool
             for name, line in _commands(facts, command, out).items()
         }
         outputs = {name: process.communicate()[1] for name, process in running.items()}
-        log = folder.with_suffix(".log")
+        log = folder.parent / f"{folder.name}.log"
         log.write_text("\n".join(f"== {name}\n{text}" for name, text in outputs.items()))
         failed = [name for name, process in running.items() if process.returncode != 0]
         if failed:

@@ -3,6 +3,7 @@
 // tensors that are not on the device.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 #include <pybind11/chrono.h>
 
@@ -13,6 +14,11 @@ using c10d::ReduceOp;
 using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<Work>;
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+using PremulFactor = c10d::NCCLPreMulSumSupplement;
+#else
+using PremulFactor = c10d::PreMulSumSupplement;
+#endif
 
 void release_storage(void* context) {
   c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(context));
@@ -235,7 +241,7 @@ class Hccl final : public Backend {
       return static_cast<double>(getSize());
     }
     if (op == ReduceOp::PREMUL_SUM) {
-      const auto* extra = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+      const auto* extra = dynamic_cast<const PremulFactor*>(op.supplement_.get());
       TORCH_CHECK(extra != nullptr, "hccl (simulated): PREMUL_SUM without a factor");
       for (auto& t : tensors) {
         if (own) t = t.clone();
