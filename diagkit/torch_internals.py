@@ -226,10 +226,9 @@ def param_slots(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
-def sharded_state_names() -> dict[Any, str]:
-    """FSDP2's ShardedState members, in words."""
-    enum = getattr(fsdp_module("_fsdp_param"), "ShardedState", None)
-    return {} if enum is None else {member: member.name.lower() for member in enum}
+def sharded() -> Any | None:
+    """ShardedState.SHARDED."""
+    return getattr(getattr(fsdp_module("_fsdp_param"), "ShardedState", None), "SHARDED", None)
 
 
 def enum_name(member: Any) -> str | None:

@@ -44,6 +44,7 @@ MODEL = frozenset((PARAMETER, BUFFER, GRADIENT, GROUP))
 STATES = frozenset((OPTIMIZER_STATE, OPTIMIZER))
 
 Shape = tuple[int, ...] | None
+_Read = Callable[[Any, Key | None, int], tuple[Any, int]]
 _GONE: tuple[None, int] = (None, 0)
 
 
@@ -100,7 +101,8 @@ class Inventory:
         self._known: dict[Any, int] = {}  # key -> number of its record
         self._index: dict[tuple[str, str, str, str], int] = {}  # kind, model, name, part -> row
         self._optimizers: list[OptimizerWatch] = []
-        self._words: dict[Any, str] = {}  # ShardedState -> word
+        self._afresh = False  # read also what a storage that is still the same one cannot change
+        self._sharded: Any = None  # ShardedState.SHARDED
         self._exported: set[int] = set()  # export rows that are there just now
 
     # ---- what is watched
@@ -160,7 +162,7 @@ class Inventory:
                 self._survey(model, root)
 
     def _survey(self, model: Model, root: nn.Module) -> None:
-        self._words = internals.sharded_state_names()
+        self._sharded = internals.sharded()
         managed: dict[tuple[int, str], Any] = {}
         groups: list[tuple[Row, GroupWatch]] = []
         for name, _, state in internals.fsdp_states(root):
@@ -224,9 +226,13 @@ class Inventory:
 
     # ---- reading
 
-    def scan(self, kinds: frozenset[str]) -> list[Change]:
-        """Reads all rows of these kinds; what changed since they were last read."""
+    def scan(self, kinds: frozenset[str], afresh: bool = False) -> list[Change]:
+        """Reads all rows of these kinds; what changed since they were last read.
+
+        ``afresh`` asks again whether memory is pinned that was there before: it can be page-locked in place.
+        """
         changes: list[Change] = []
+        self._afresh = afresh
         with quiet():
             if GRADIENT in kinds:
                 self._find_gradients()
@@ -243,17 +249,18 @@ class Inventory:
             [Change(row, 1, number, row in exchanged) for row, number in enumerate(self._numbers) if number != ABSENT]
         )
 
-    def _read_tensors(self, block: range, changes: list[Change], read_entry: Callable[[Any], tuple[Any, int]]) -> None:
-        keys, storages, entries = self._keys, self._storages, self._entries
+    def _read_tensors(self, block: range, changes: list[Change], read_entry: _Read) -> None:
+        keys, storages, entries, afresh = self._keys, self._storages, self._entries, self._afresh
         for row in block:
-            key, storage = read_entry(entries[row])
-            if storage == storages[row] and key == keys[row]:
-                continue
-            self._note(row, key, storage, changes)
+            known, held = keys[row], storages[row]
+            key, storage = read_entry(entries[row], None if afresh else known, held)
+            if storage != held or key != known:
+                self._note(row, key, storage, changes)
 
     def _note(self, row: int, key: Any, storage: int, changes: list[Change]) -> None:
         before = self._storages[row]
-        exchanged = before != storage and before != 0 and storage != 0 and self._numbers[row] != ABSENT
+        # A gradient has a new storage every step: no exchange worth telling.
+        exchanged = 0 != before != storage != 0 and self._numbers[row] != ABSENT and self.rows[row].kind != GRADIENT
         if before != storage:
             self._storages[row] = storage
             self._held[row] = self._hold(row, storage)
@@ -291,48 +298,46 @@ class Inventory:
         return None
 
     def _scan_parameters(self, block: range, changes: list[Change]) -> None:
-        words = self._words
+        sharded = self._sharded
 
-        def read_slot(slot: Slot) -> tuple[Any, int]:
+        def read_slot(slot: Slot, known: Key | None, storage: int) -> tuple[Any, int]:
             module = slot.module()
             if module is None:
                 return _GONE
             held = module._parameters.get(slot.name)
             record = None if slot.managed is None else slot.managed()
-            if record is not None and not slot.tie:
-                return read_managed(record.sharded_param, record, held, words)
-            if held is None:
-                return _GONE
-            if record is not None:
-                key, storage = read_managed(record.sharded_param, record, held, words)
-                if held is record.sharded_param or "unsharded" in key:
-                    return (*key, "tie"), storage
-            key, storage = read(held)
-            return ((*key, "tie"), storage) if slot.tie and record is None else (key, storage)
+            if record is None:
+                if held is None:
+                    return _GONE
+                key, storage = read(held, None, known, storage)
+                return ((*key, "tie"), storage) if slot.tie else (key, storage)
+            if not slot.tie:
+                return read_managed(record.sharded_param, record, held, sharded, known, storage)
+            if held is record.sharded_param or record.sharded_state is not sharded:
+                key, storage = read_managed(record.sharded_param, record, held, sharded, known, storage)
+                return (*key, "tie"), storage
+            return _GONE if held is None else read(held)  # the tie came apart
 
         self._read_tensors(block, changes, read_slot)
 
     def _scan_buffers(self, block: range, changes: list[Change]) -> None:
-        def read_slot(slot: Slot) -> tuple[Any, int]:
+        def read_slot(slot: Slot, known: Key | None, storage: int) -> tuple[Any, int]:
             tensor = slot.tensor()
-            return _GONE if tensor is None else read(tensor)
+            return _GONE if tensor is None else read(tensor, None, known, storage)
 
         self._read_tensors(block, changes, read_slot)
 
     def _scan_gradients(self, block: range, changes: list[Change]) -> None:
-        def read_gradient(slot: Slot) -> tuple[Any, int]:
+        def read_gradient(slot: Slot, known: Key | None, storage: int) -> tuple[Any, int]:
             grad = _gradient(slot)
-            if grad is None:
-                return _GONE
-            key, _ = read(grad, _like(slot.tensor(), grad))
-            return key, 0  # a gradient has a new storage every step: no exchange worth telling
+            return _GONE if grad is None else read(grad, _like(slot.tensor(), grad), known, storage)
 
         self._read_tensors(block, changes, read_gradient)
 
     def _scan_states(self, block: range, changes: list[Change]) -> None:
-        def read_state(entry: tuple[OptimizerWatch, Slot, str]) -> tuple[Any, int]:
+        def read_state(entry: tuple[OptimizerWatch, Slot, str], known: Key | None, storage: int) -> tuple[Any, int]:
             value = _state_tensor(entry)
-            return _GONE if value is None else read(value, _like(entry[1].tensor(), value))
+            return _GONE if value is None else read(value, _like(entry[1].tensor(), value), known, storage)
 
         self._read_tensors(block, changes, read_state)
 

@@ -241,16 +241,17 @@ class Recorder:
     def _define(self, rows: list[Row], local_shapes: list[tuple[int, ...] | None]) -> None:
         self._writer.table(rows, local_shapes, self._now())
 
-    def _read(self, kinds: frozenset[str], stepped: bool = False) -> list[Any]:
+    def _read(self, kinds: frozenset[str], stepped: bool = False, afresh: bool = False) -> list[Any]:
         if self._inventory.dirty:
             self._inventory.look_again()
         if stepped and not self._inventory.new_states():
             return []  # a step changes no residency but by the states that it makes the first time
-        return self._inventory.scan(kinds)
+        return self._inventory.scan(kinds, afresh)
 
     def _moment(self, kind: str, label: str, kinds: frozenset[str], **more: Any) -> None:
         with self._lock:
-            self._write(kind, label, self._read(kinds), **more)
+            afresh = kind in (MARK, FAILURE) or self._writer.wants_key()
+            self._write(kind, label, self._read(kinds, afresh=afresh), **more)
 
     def _write(self, kind: str, label: str, changes: list[Any], phase: int | None = None, **more: Any) -> None:
         key = self._writer.wants_key()

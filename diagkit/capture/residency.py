@@ -1,10 +1,11 @@
 """Reads one tensor's residency, exactly, moving nothing.
 
 The rules: attributes and pointers only; no operation on a wrapper (some raise on a split parameter), no ``.data``,
-``.item()`` or ``repr``; no reference to a tensor outlives the call. A reading is a **key**, a tuple of cheap
-hashable values that is turned into a `Residency` once per distinct key, and an **identity**, the address of the
-storage's C++ object, by which an exchange of the storage is noticed. `quiet()` keeps the caller's dispatch and
-function modes from seeing the one operator that reading needs (``is_pinned``).
+``.item()`` or ``repr``; no reference to a tensor outlives the call. A reading is a **key**, a tuple of cheap hashable
+values that is turned into a `Residency` once per distinct key, and an **identity**, the address of the storage's C++
+object, by which an exchange of the storage is noticed. A storage that is still the one of the last reading is not asked
+again where it is and whether it is pinned; a reading without ``known`` asks. `quiet()` keeps the caller's dispatch and
+function modes from seeing the one operator that asking needs (``is_pinned``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ Key = tuple[Any, ...]
 #: Identity of a tensor that has no storage to name.
 NO_STORAGE = 0
 
+_CPU = torch.device("cpu")
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -33,7 +35,9 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def read(tensor: torch.Tensor, like: torch.Size | None = None) -> tuple[Key, int]:
+def read(
+    tensor: torch.Tensor, like: torch.Size | None = None, known: Key | None = None, known_storage: int = NO_STORAGE
+) -> tuple[Key, int]:
     """Key and identity of any tensor. ``like``: the local shape that it should have; without it a DTensor is held
     against its own layout.
 
@@ -55,7 +59,7 @@ def read(tensor: torch.Tensor, like: torch.Size | None = None) -> tuple[Key, int
                 agrees = promised is None or tuple(outer.shape) == tuple(promised)
         storage = local.untyped_storage()
         place = storage.device
-        pinned = local.is_pinned() if place.type == "cpu" else None
+        pinned = local.is_pinned() if place == _CPU else None
         empty = local.numel() == 0
         key = (
             cls.__name__,
@@ -74,7 +78,14 @@ def read(tensor: torch.Tensor, like: torch.Size | None = None) -> tuple[Key, int
         return _unreadable(tensor, type(error).__name__), NO_STORAGE
 
 
-def read_managed(param: torch.Tensor, fsdp_param: Any, slot: object, states: dict[Any, str]) -> tuple[Key, int]:
+def read_managed(
+    param: torch.Tensor,
+    fsdp_param: Any,
+    slot: object,
+    sharded: Any,
+    known: Key | None = None,
+    known_storage: int = NO_STORAGE,
+) -> tuple[Key, int]:
     """Key and identity of a parameter that FSDP2 manages.
 
     ``param`` is ``FSDPParam.sharded_param``, ``slot`` what the module's slot holds now, ``states`` the words for
@@ -88,17 +99,20 @@ def read_managed(param: torch.Tensor, fsdp_param: Any, slot: object, states: dic
                 return _unreadable(param, "the local tensor's bytes cannot be found"), NO_STORAGE
         storage = local.untyped_storage()
         identity = storage._cdata
-        place = storage.device
-        pinned = local.is_pinned() if place.type == "cpu" else None
-        flat = fsdp_param._sharded_param_data
-        flat_storage = flat.untyped_storage()
-        state = states.get(fsdp_param.sharded_state)
-        if flat_storage._cdata == identity:
+        if known is not None and identity == known_storage and known[0] is not None:
+            place, pinned, mesh = known[2], known[5], known[6]
+        else:
+            place = storage.device
+            pinned = local.is_pinned() if place == _CPU else None
+            mesh = fsdp_param._sharding_spec.mesh.device_type
+        flat = fsdp_param._sharded_param_data.untyped_storage()
+        if flat._cdata == identity:
             flat_place, flat_pinned, aliased = place, pinned, True
         else:
-            flat_place, aliased = flat_storage.device, False
-            flat_pinned = flat.is_pinned() if flat_place.type == "cpu" else None
+            flat_place, aliased = flat.device, False
+            flat_pinned = fsdp_param._sharded_param_data.is_pinned() if flat_place == _CPU else None
         size = local.shape
+        state = fsdp_param.sharded_state
         key = (
             "DTensor",
             param.device,
@@ -106,14 +120,14 @@ def read_managed(param: torch.Tensor, fsdp_param: Any, slot: object, states: dic
             param.dtype,
             local.dtype,
             pinned,
-            fsdp_param._sharding_spec.mesh.device_type,
+            mesh,
             size == fsdp_param.sharded_size,
             size.numel() == 0,
             param.requires_grad,
             flat_place,
             flat_pinned,
             aliased,
-            slot is param or state == "unsharded",
+            slot is param or state is not sharded,
             state,
         )
         return key, identity
@@ -142,7 +156,7 @@ def decode(key: Key, shares: str | None = None) -> Residency:
         flat_pinned=flat_pinned,
         aliased=aliased,
         registered=registered,
-        sharded_state=state,
+        sharded_state=internals.enum_name(state),
         shares=shares,
     )
 
@@ -159,7 +173,7 @@ def residency(tensor: torch.Tensor, fsdp_param: Any = None) -> Residency:
         else:
             module, name = internals.param_slots(fsdp_param)[0]
             slot = module._parameters.get(name)
-            key, _ = read_managed(fsdp_param.sharded_param, fsdp_param, slot, internals.sharded_state_names())
+            key, _ = read_managed(fsdp_param.sharded_param, fsdp_param, slot, internals.sharded())
     return decode(key)
 
 

@@ -1,0 +1,103 @@
+"""What one look at every parameter costs, beside a bare loop over the same facts and beside ``state_dict()``.
+
+One process, 4,000 pinned parameters under CPUOffloadPolicy on the simulated accelerator; the three alternate in one loop, and the medians of
+the paired ratios count. Run: ``python tests/benchmarks/snapshot_cost.py``
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+from worlds import one_rank, stack
+
+from diagkit.capture.inventory import PARAMETER, Inventory
+from diagkit.capture.residency import quiet
+from diagkit.trace.schema import Header
+from diagkit.trace.writer import MemorySink, TraceWriter
+
+PARAMETERS = 4000
+ROUNDS = 40
+
+
+def bare_loop(records: list[tuple[Any, Any, str]]) -> int:
+    """The same facts of each parameter, read in the plainest way and compared with nothing."""
+    seen = 0
+    for record, module, name in records:
+        param = record.sharded_param
+        local = param._local_tensor
+        storage = local.untyped_storage()
+        flat = record._sharded_param_data.untyped_storage()
+        facts = (
+            param.device,
+            storage.device,
+            param.dtype,
+            local.dtype,
+            local.is_pinned(),
+            record._sharding_spec.mesh.device_type,
+            local.shape == record.sharded_size,
+            local.numel() == 0,
+            param.requires_grad,
+            flat.device,
+            flat._cdata == storage._cdata,
+            module._parameters[name] is param,
+            record.sharded_state,
+        )
+        seen += len(facts)
+    return seen
+
+
+def timed(call: Any) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    with one_rank():
+        model = stack(PARAMETERS)
+        records = []
+        for module in model.modules():
+            state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+            for group in state._fsdp_param_groups if state else ():
+                for record in group.fsdp_params:
+                    records.append((record, record._module_info.module, record._module_info.param_name))
+        assert len(records) == PARAMETERS, len(records)
+        writer = TraceWriter(MemorySink(), Header())
+        inventory = Inventory(lambda rows, shapes: writer.table(rows, shapes), writer.fact_id)
+        inventory.add_model(model)
+        kinds = frozenset((PARAMETER,))
+        assert sum(c.count for c in inventory.scan(kinds)) == PARAMETERS
+
+        def bare() -> None:
+            with quiet():
+                bare_loop(records)
+
+        def scan() -> None:
+            assert not inventory.scan(kinds)
+
+        calls = {"bare loop": bare, "snapshot": scan, "state_dict()": model.state_dict}
+        for call in calls.values():
+            call()
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for n in range(ROUNDS):
+            for name in list(calls) if n % 2 else list(calls)[::-1]:
+                seconds[name].append(timed(calls[name]))
+        per = {name: statistics.median(times) / PARAMETERS * 1e6 for name, times in seconds.items()}
+        ratio = {
+            name: statistics.median(a / b for a, b in zip(seconds["snapshot"], seconds[name], strict=True))
+            for name in ("bare loop", "state_dict()")
+        }
+        for name, us in per.items():
+            print(f"{name:14} {us:6.2f} us a parameter")
+        for name, value in ratio.items():
+            print(f"snapshot / {name:14} {value:.3f}")
+        json.dump({"us_per_parameter": per, "snapshot_over": ratio, "parameters": PARAMETERS}, sys.stdout)
+        print()
+
+
+if __name__ == "__main__":
+    main()
