@@ -19,7 +19,7 @@ from diagkit.trace.schema import Header, Moment
 if TYPE_CHECKING:
     import pandas
 
-_RANK_FILE = re.compile(r"rank-(\d{1,9})\.jsonl")
+_RANK_FILE = re.compile(r"rank-([0-9]{1,9})\.jsonl")
 
 
 class Trace:
@@ -117,18 +117,9 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
         TraceError: nothing there is a trace.
     """
     place = Path(path)
-    if place.is_file():
-        files = [place]
-    elif place.is_dir():
-        # A link could lead anywhere, and traces come from strangers.
-        files = sorted(
-            f for f in place.iterdir() if _RANK_FILE.fullmatch(f.name) and f.is_file() and not f.is_symlink()
-        )
-    else:
-        raise TraceError("no such file or folder", where=place, remedy="Name the folder that was given as out=")
+    files, problems = _rank_files(place)
     cache = TableCache()
-    runs: dict[str, dict[int, RankTrace]] = {}
-    problems: list[str] = []
+    found: list[RankTrace] = []
     for file in files:
         try:
             trace = read_file(file, cache)
@@ -138,26 +129,63 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
         if not trace.rows and not trace.moments and not trace.header.run:
             problems.append(f"{file.name}: holds no trace")
             continue
-        ranks = runs.setdefault(trace.header.run, {})
-        if trace.rank in ranks:
-            problems.append(f"{file.name}: rank {trace.rank} is there twice; left out")
-            continue
-        ranks[trace.rank] = trace
-    if not runs:
+        found.append(trace)
+    if not found:
         raise TraceError(
             "no trace here",
-            found="; ".join(problems) or f"{len(files)} files named rank-*.jsonl",
+            found="; ".join(problems[:8]) or "no file named rank-*.jsonl",
             where=place,
             remedy="Name the folder that was given as out=",
         )
-    # Files of an older run in the same folder are another story; the run with most ranks, then the latest, is told.
-    run = max(
-        runs,
-        key=lambda name: (
-            len(runs[name]),
-            max((r.moments[0].time for r in runs[name].values() if r.moments), default=0.0),
-        ),
-    )
+    return Trace(_one_run(found, problems), place, tuple(problems))
+
+
+def _rank_files(place: Path) -> tuple[list[Path], list[str]]:
+    """The files to read, and what was passed over."""
+    if place.is_file():
+        return [place], []
+    if not place.is_dir():
+        raise TraceError("no such file or folder", where=place, remedy="Name the folder that was given as out=")
+    files: list[Path] = []
+    problems: list[str] = []
+    try:
+        named = sorted(f for f in place.iterdir() if _RANK_FILE.fullmatch(f.name))
+    except OSError as error:
+        raise TraceError("cannot read this folder", found=error.strerror or error, where=place) from error
+    for file in named:
+        if file.is_symlink():  # it could lead anywhere, and traces come from strangers
+            problems.append(f"{file.name}: a link, not followed")
+        elif not file.is_file():
+            problems.append(f"{file.name}: no regular file")
+        else:
+            files.append(file)
+    return files, problems
+
+
+def _one_run(found: list[RankTrace], problems: list[str]) -> dict[int, RankTrace]:
+    """The ranks of one run: files of an older run in the same folder are another story, the latest is told."""
+    runs: dict[tuple[str, int], dict[int, RankTrace]] = {}
+    headless: list[RankTrace] = []
+    for trace in found:
+        name = trace.path.name if trace.path else "?"
+        if trace.headless:
+            headless.append(trace)
+            continue
+        ranks = runs.setdefault((trace.header.run, trace.header.world_size), {})
+        if trace.rank in ranks:
+            problems.append(f"{name}: rank {trace.rank} is there twice; left out")
+            continue
+        ranks[trace.rank] = trace
+    chosen = max(runs.values(), key=lambda ranks: (_began(ranks), len(ranks))) if runs else {}
     if len(runs) > 1:
         problems.append(f"files of {len(runs) - 1} other run(s) in the folder are left out")
-    return Trace(runs[run], place, tuple(problems))
+    for trace in headless:  # nobody can say of which run it is; the name of its file says which rank
+        if trace.rank in chosen:
+            problems.append(f"{trace.path.name if trace.path else '?'}: rank {trace.rank} is there twice; left out")
+        else:
+            chosen[trace.rank] = trace
+    return chosen
+
+
+def _began(ranks: dict[int, RankTrace]) -> float:
+    return max((rank.moments[0].time for rank in ranks.values() if rank.moments), default=0.0)

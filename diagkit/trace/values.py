@@ -1,0 +1,114 @@
+"""Takes single values out of a parsed line of a trace, trusting none of them: wrong types and absurd sizes raise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from diagkit.trace.schema import Cause, Failure, Frame
+
+# What our writer never writes plainly: control characters and halves of surrogate pairs. They are no harm in a file,
+# but would be in a terminal or an encoder.
+_SUSPECT = re.compile(rb"\\u(00|d[89a-f]|D[89A-F])")
+_CONTROL = {n: "\N{REPLACEMENT CHARACTER}" for n in (*range(32), *range(127, 160)) if n not in (9, 10)}
+
+
+class Malformed(ValueError):
+    """One event cannot be used; the message says why."""
+
+
+def suspect(line: bytes) -> bool:
+    """Whether the texts of a line may hold characters that `clean` takes out."""
+    return not line.isascii() or _SUSPECT.search(line) is not None
+
+
+def clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.translate(_CONTROL).encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [clean(item) for item in value]
+    if isinstance(value, dict):
+        return {clean(name): clean(item) for name, item in value.items()}
+    return value
+
+
+def whole(event: Mapping[str, Any], name: str) -> int:
+    value = event.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 53:
+        raise Malformed(f"{name}: expected a number from 0, found {clip(repr(value))}")
+    return value
+
+
+def real(event: Mapping[str, Any], name: str) -> float:
+    value = event.get(name, 0.0)
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e18 else 0.0
+
+
+def array(event: Mapping[str, Any], name: str, default: list[Any] | None = None) -> list[Any]:
+    value = event.get(name, default)
+    if not isinstance(value, list):
+        raise Malformed(f"{name}: expected a list, found {clip(repr(value))}")
+    return value
+
+
+def mapping(event: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = event.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def expand(runs: object, count: int) -> list[tuple[int, ...] | None]:
+    """The inverse of the writer's run lengths; all None where there are none."""
+    if runs is None:
+        return [None] * count
+    if not (isinstance(runs, list) and len(runs) == 2 and all(isinstance(part, list) for part in runs)):
+        raise Malformed("shapes that are not run lengths")
+    distinct, lengths = runs
+    values = [tuple(int(n) for n in value) if isinstance(value, list) else None for value in distinct]
+    out: list[tuple[int, ...] | None] = []
+    for i in range(0, len(lengths) - 1, 2):
+        number, length = lengths[i], lengths[i + 1]
+        if type(length) is not int or not 0 <= length <= count - len(out):
+            raise Malformed("run lengths beyond the table")
+        out.extend([values[number]] * length)
+    return out
+
+
+def cause(data: Any) -> Cause:
+    if not isinstance(data, dict):
+        raise Malformed("a cause that is no object")
+    stack = data.get("stack")
+    chain = data.get("chain")
+    return Cause(
+        operation=clip(str(data.get("operation", "")), 500),
+        chain=tuple(clip(str(part), 500) for part in chain[:100]) if isinstance(chain, list) else (),
+        frame=frame(data.get("frame")),
+        stack=tuple(f for f in map(frame, stack[:100]) if f) if isinstance(stack, list) else (),
+        target=clip(str(data.get("target", "")), 500),
+        request=clip(str(data.get("request", "")), 500),
+    )
+
+
+def frame(data: Any) -> Frame | None:
+    if not isinstance(data, dict):
+        return None
+    line = data.get("line")
+    return Frame(
+        file=clip(str(data.get("file", "")), 1000),
+        line=line if isinstance(line, int) and 0 <= line < 1 << 31 else 0,
+        function=clip(str(data.get("function", "")), 500),
+        code=clip(str(data.get("code", "")), 500),
+    )
+
+
+def failure(data: Mapping[str, Any]) -> Failure:
+    return Failure(
+        type=clip(str(data.get("type", "")), 200),
+        message=clip(str(data.get("message", "")), 4000),
+        operation=clip(str(data.get("operation", "")), 500),
+        handled=data.get("handled") is True,
+    )
+
+
+def clip(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
