@@ -43,7 +43,8 @@ def main():
     constraints = _constraints(venv, args.torch)
     index = ["--index-url", args.torch_index] if args.torch_index else []
     _say(2, "installing torch {}".format(args.torch))
-    _pip([*pip, *index, "-c", constraints, "torch==" + args.torch, "numpy", "setuptools"], log)
+    # pip itself comes along: the one that Python ships may be years old, and resolves worse and slower.
+    _pip([*pip, *index, "-c", constraints, "pip", "torch==" + args.torch, "numpy", "setuptools"], log)
     _say(3, "installing diagkit[{}] and what it needs".format(args.extra))
     _pip([*pip, "-c", constraints, "--no-build-isolation", "-e", "{}[{}]".format(ROOT, args.extra)], log)
     stamp.write_text(wanted)
