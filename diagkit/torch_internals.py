@@ -190,7 +190,7 @@ def has_fsdp(module: nn.Module) -> bool:
 
 def all_fsdp_modules() -> list[nn.Module]:
     """Every live module that ``fully_shard`` was applied to, in this process; empty where that cannot be told."""
-    known = getattr(_module("torch.distributed._composable_state"), "_module_state_mapping", None)
+    known = getattr(loaded("torch.distributed._composable_state"), "_module_state_mapping", None)
     return [] if known is None else [m for m in list(known) if fsdp_state(m) is not None]
 
 
