@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from diagkit.demo.predictions import cells
+from diagkit.demo.predictions import cells, forked
 from diagkit.demo.predictions.bench import DECODER, STRAIGHT
 from diagkit.demo.predictions.states import STATES, State
 from diagkit.diagnosis import predictions
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="states whose name holds this text; writes nothing")
     parser.add_argument("--alone", action="store_true", help="each operation in processes of its own (slow)")
     args = parser.parse_args()
-    device = cells.warm_up()
+    device = forked.warm_up()
     import torch
 
     version = str(torch.__version__).partition("+")[0]

@@ -71,12 +71,12 @@ def _failed_forward(bench: Bench) -> None:
 
 
 def _failed_backward(bench: Bench) -> None:
-    loss = bench.loss()
-    # The last layer of the backward pass is late enough for FSDP2 to have begun.
-    handle = next(bench.model.get_submodule("layers").children()).register_full_backward_hook(_raise)
+    # The first layer is the last of the backward pass: late enough for FSDP2 to be in the middle of things.
+    handle = bench.kind.parts(bench.model)[0].register_full_backward_hook(_raise)
     with contextlib.suppress(ValueError):
-        loss.backward()
+        bench.loss().backward()
     handle.remove()
+    bench.optimizer.zero_grad()
 
 
 def _raise(*_: object) -> None:

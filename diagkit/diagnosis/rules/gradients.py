@@ -6,7 +6,7 @@ from diagkit.diagnosis.rule import Subject, rule
 from diagkit.trace.schema import GRADIENT
 
 
-@rule("DK301", kinds=(GRADIENT,), severity="now", says=("same_device",))
+@rule("DK301", kinds=(GRADIENT,), severity="now", says=("same_device",), follows=("DK101", "DK102", "DK103a", "DK103b"))
 def stranded_gradient(it: Subject) -> bool:
     """Stranded gradient: a gradient's bytes are on another device than its parameter's
 

@@ -6,7 +6,7 @@ from diagkit.diagnosis.rule import Subject, rule
 from diagkit.trace.schema import OPTIMIZER_STATE, device_type
 
 
-@rule("DK302", kinds=(OPTIMIZER_STATE,), severity="now", says=("same_device",))
+@rule("DK302", kinds=(OPTIMIZER_STATE,), severity="now", says=("same_device",), follows=("DK102", "DK103a", "DK103b"))
 def stranded_state(it: Subject) -> bool:
     """Optimizer state on the wrong device
 
