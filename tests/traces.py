@@ -1,4 +1,6 @@
-"""Traces for tests, written with the public writer and read back: an engine's life, of any size, with or without the guard."""
+"""Traces for tests, written with the public writer and read back: an engine's life, of any size, with or without the
+guard.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,24 @@ from collections.abc import Sequence
 from diagkit.trace.merged import Trace
 from diagkit.trace.reader import RankTrace, read_rank
 from diagkit.trace.schema import (
-    BUFFER, CALL, ENGINE, ENTER, EXIT, FAILURE, GROUP, PARAMETER,
-    Cause, Change, EngineFacts, Facts, Failure, Frame, GroupFacts, Header, Residency, Row,
+    BUFFER,
+    CALL,
+    ENGINE,
+    ENTER,
+    EXIT,
+    FAILURE,
+    GROUP,
+    PARAMETER,
+    Cause,
+    Change,
+    EngineFacts,
+    Facts,
+    Failure,
+    Frame,
+    GroupFacts,
+    Header,
+    Residency,
+    Row,
 )  # fmt: skip
 from diagkit.trace.writer import MemorySink, TraceWriter
 
@@ -33,7 +51,12 @@ def unlike_names(count: int, length: int) -> list[str]:
 
 
 def engine_trace(
-    names: Sequence[str] | None = None, *, guarded: bool = False, ranks: int = 1, fails: bool = True, heals: bool = False
+    names: Sequence[str] | None = None,
+    *,
+    guarded: bool = False,
+    ranks: int = 1,
+    fails: bool = True,
+    heals: bool = False,
 ) -> Trace:
     """init (with its momentary split), train, save: the move splits and `state_dict` raises, unless guarded."""
     names = decoder_names(2) if names is None else list(names)
@@ -48,9 +71,23 @@ def cause(*chain: str, line: int = 41, function: str = "save_checkpoint") -> Cau
 class Rank:
     """Writes one rank's moments, change by change."""
 
-    def __init__(self, names: Sequence[str], rank: int = 0, ranks: int = 1, buffers: Sequence[str] = ("model.rotary_emb.inv_freq",)) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        rank: int = 0,
+        ranks: int = 1,
+        buffers: Sequence[str] = ("model.rotary_emb.inv_freq",),
+    ) -> None:
         self.sink = MemorySink()
-        header = Header(run="test", rank=rank, world_size=ranks, torch="2.13.0", device="npu", simulated=True, job={"engine": "FSDPEngine"})
+        header = Header(
+            run="test",
+            rank=rank,
+            world_size=ranks,
+            torch="2.13.0",
+            device="npu",
+            simulated=True,
+            job={"engine": "FSDPEngine"},
+        )
         self.writer = TraceWriter(self.sink, header)
         self.count = len(names)
         self.buffers = len(buffers)
@@ -66,7 +103,9 @@ class Rank:
         return [Change(0, self.count, self.writer.fact_id(facts))]
 
     def buffer(self, device: str) -> list[Change]:
-        return [Change(self.count, self.buffers, self.writer.fact_id(Residency(device, device)))] if self.buffers else []
+        return (
+            [Change(self.count, self.buffers, self.writer.fact_id(Residency(device, device)))] if self.buffers else []
+        )
 
     def others(self) -> list[Change]:
         group: list[Facts] = [GroupFacts(True, True, "CPUOffloadPolicy", device="npu"), EngineFacts("FSDPEngine")]
@@ -88,8 +127,16 @@ def _rank(names: Sequence[str], guarded: bool, rank: int, ranks: int, fails: boo
     split = on(trace.device, True, "cpu")
     write(ENTER, "init: enter", 1, [], key=True, begins={"name": "init", "label": "FSDPEngine.initialize"})
     write(CALL, "fully_shard", 1, [*trace.parameters(meta), *trace.buffer("meta"), *trace.others()])
-    write(CALL, "Module._apply", 1, [*trace.parameters(split), *trace.buffer(trace.device)], cause=cause("FSDPEngine.initialize", "Module.to", line=12))
-    write(CALL, "Module._apply", 1, trace.parameters(healthy), cause=cause("FSDPEngine.initialize", "Module.cpu", line=14))
+    write(
+        CALL,
+        "Module._apply",
+        1,
+        [*trace.parameters(split), *trace.buffer(trace.device)],
+        cause=cause("FSDPEngine.initialize", "Module.to", line=12),
+    )
+    write(
+        CALL, "Module._apply", 1, trace.parameters(healthy), cause=cause("FSDPEngine.initialize", "Module.cpu", line=14)
+    )
     write(EXIT, "init: exit", 1, [])
     write(ENTER, "train: enter", 2, [], begins={"name": "train"})
     write(CALL, "Optimizer.step", 2, [])
@@ -103,9 +150,22 @@ def _rank(names: Sequence[str], guarded: bool, rank: int, ranks: int, fails: boo
     write(CALL, "Module._apply", 3, trace.parameters(split), cause=cause(*chain))
     if fails:
         failure = Failure("RuntimeError", SPLIT_MESSAGE, "Module.state_dict")
-        write(FAILURE, "Module.state_dict", 3, [], failure=failure, cause=cause("FSDPEngine.save_checkpoint", "Module.state_dict", line=44))
+        write(
+            FAILURE,
+            "Module.state_dict",
+            3,
+            [],
+            failure=failure,
+            cause=cause("FSDPEngine.save_checkpoint", "Module.state_dict", line=44),
+        )
         write(FAILURE, "save", 3, [], failure=Failure("RuntimeError", SPLIT_MESSAGE, "save", handled=True))
     if heals:
-        write(CALL, "Module._apply", 3, trace.parameters(healthy), cause=cause("FSDPEngine.save_checkpoint", "Module.cpu", line=50))
+        write(
+            CALL,
+            "Module._apply",
+            3,
+            trace.parameters(healthy),
+            cause=cause("FSDPEngine.save_checkpoint", "Module.cpu", line=50),
+        )
     write(EXIT, "save: exit", 3, [])
     return trace.read()

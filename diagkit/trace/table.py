@@ -1,7 +1,7 @@
 """The residency table: where tensors are at one moment, one line for all that share names and facts.
 
-A record for every room: `inspect`, the demo and the views fill it alike. Its plain form needs nothing; its page form is a
-door to the views, opened when a notebook asks.
+A record for every room: `inspect`, the demo and the views fill it alike. Its plain form needs nothing; its page form
+is a door to the views, opened when a notebook asks.
 """
 
 from __future__ import annotations
@@ -48,12 +48,20 @@ class ResidencyTable:
 
         >>> rows = [(Row(i, "parameter", "model", f"l.{i}.w"), Residency("cpu", "cpu", pinned=True)) for i in range(3)]
         >>> print(ResidencyTable.of(rows))
-        tensor       metadata  bytes       notes
+        tensor         metadata  bytes       notes
         l.{0..2}.w ×3  cpu       cpu pinned
         """
         groups: dict[tuple[object, ...], list[tuple[int, Row, Residency]]] = {}
         for at, (row, facts) in enumerate(tensors):
-            key = (row.kind, row.model, row.part, facts.metadata_device, facts.storage_device, facts.pinned, _notes(facts))
+            key = (
+                row.kind,
+                row.model,
+                row.part,
+                facts.metadata_device,
+                facts.storage_device,
+                facts.pinned,
+                _notes(facts),
+            )
             groups.setdefault(key, []).append((at, row, facts))
         several = len({row.model for group in groups.values() for _, row, _ in group}) > 1
         placed: list[tuple[int, ResidencyLine]] = []
@@ -65,7 +73,14 @@ class ResidencyTable:
                 if row.kind not in (PARAMETER, BUFFER):
                     text += f" [{row.part or row.kind.replace('_', ' ')}]"
                 line = ResidencyLine(
-                    text, pattern.count, row.kind, facts.metadata_device, facts.storage_device, facts.pinned, facts.split, _notes(facts)
+                    text,
+                    pattern.count,
+                    row.kind,
+                    facts.metadata_device,
+                    facts.storage_device,
+                    facts.pinned,
+                    facts.split,
+                    _notes(facts),
                 )
                 placed.append((first[pattern.names[0]], line))
         return cls(tuple(line for _, line in sorted(placed, key=lambda entry: entry[0])), title, simulated)

@@ -1,1 +1,31 @@
-"""Pictures of where tensors live: each answers one question, and says the same in words and on a page without a kernel."""
+"""Pictures of where tensors live: each answers one question, and says the same in words and on a page without a kernel.
+
+A name loads its module on first use: a trace that shows itself as HTML needs no matplotlib.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diagkit.views.figure import ViewFigure
+    from diagkit.views.matrix import outcome_matrix
+    from diagkit.views.residency_map import before_after, residency_map
+
+__all__ = ["ViewFigure", "before_after", "outcome_matrix", "residency_map"]
+
+_HOMES = {
+    "ViewFigure": "figure",
+    "before_after": "residency_map",
+    "outcome_matrix": "matrix",
+    "residency_map": "residency_map",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,4 +1,6 @@
-"""How one cell looks, and the legend that says it: colour for the device, a dot for pinned, outline and triangles for a split."""
+"""How one cell looks, and the legend that says it: colour for the device, a dot for pinned, outline and triangles for
+a split.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ NAME = 9.0  # size of a device's name in a cell
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """``named``: write the device, because it differs from the cell before. ``fault``: a split here is one, and no passing state."""
+    """``named``: write the device, because it differs from the cell before. ``fault``: a split here is one, and no
+    passing state.
+    """
 
     named: bool = False
     fault: bool = True
@@ -50,7 +54,9 @@ def _split(scene: Scene, x: float, y: float, width: float, height: float, cell: 
     scene.add(Polygon(((left, top), (right, top), (left, bottom)), above.fill))
     if same_type:  # two devices of one type have one colour: a seam parts them
         scene.add(Line(left, bottom, right, top, palette.GROUND, 1.5))
-    scene.add(Rect(x, y, width, height, None, 4, palette.BAD if look.fault else palette.MUTED, 2.4 if look.fault else 1.2))
+    scene.add(
+        Rect(x, y, width, height, None, 4, palette.BAD if look.fault else palette.MUTED, 2.4 if look.fault else 1.2)
+    )
     if look.named:
         upper = cell.metadata if same_type else device_type(cell.metadata) or "?"
         lower = (cell.storage if same_type else device_type(cell.storage)) or "?"

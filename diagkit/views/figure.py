@@ -20,15 +20,22 @@ __all__ = ["ViewFigure", "page"]
 STYLE = f"""
 .dk{{margin:0;color:{palette.INK};font:14px/1.5 'DejaVu Sans',Verdana,sans-serif;max-width:100%;overflow-x:auto}}
 .dk summary{{color:{palette.MUTED};font-size:12px;cursor:pointer}}
-.dk pre{{font:12px/1.45 'DejaVu Sans Mono',monospace;overflow-x:auto;margin:.5em 0;color:{palette.INK};background:{palette.GROUND}}}
+.dk pre{{font:12px/1.45 'DejaVu Sans Mono',monospace;overflow-x:auto;margin:.5em 0}}
+.dk pre{{color:{palette.INK};background:{palette.GROUND}}}
 """.strip()
 
 
+#: What a page may load: nothing, from nowhere.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
 class ViewFigure(Figure):
-    """A drawn view. Save it with ``savefig``, read it as ``text``, put it on a page with ``to_html()``."""
+    """A drawn view. Save it with ``savefig``, read it with ``to_text()``, put it on a page with ``to_html()``."""
 
     def __init__(self, scene: Scene) -> None:
-        super().__init__(figsize=(scene.width / PER_INCH, scene.height / PER_INCH), dpi=PER_INCH, facecolor=palette.GROUND)
+        super().__init__(
+            figsize=(scene.width / PER_INCH, scene.height / PER_INCH), dpi=PER_INCH, facecolor=palette.GROUND
+        )
         FigureCanvasAgg(self)
         self.scene = scene
         paint_axes(scene, self.add_axes((0, 0, 1, 1)))
@@ -38,8 +45,7 @@ class ViewFigure(Figure):
         """The sentence that the figure proves."""
         return self.scene.title
 
-    @property
-    def text(self) -> str:
+    def to_text(self) -> str:
         """The same facts in words, for a terminal, an issue tracker or a screen reader."""
         return self.scene.text
 
@@ -48,10 +54,13 @@ class ViewFigure(Figure):
         return svg(self.scene)
 
     def to_html(self, whole_page: bool = False) -> str:
-        """HTML without script or outside reference: the picture, and its words to unfold. A fragment unless ``whole_page``."""
-        words = html_module.escape(self.text)
+        """HTML without script or outside reference: the picture, and its words to unfold. A fragment unless
+        ``whole_page``.
+        """
+        name = html_module.escape(self.title, quote=True)
+        words = html_module.escape(self.to_text())
         fragment = (
-            f'<figure class="dk" role="group" aria-label="{html_module.escape(self.title, quote=True)}"><style>{STYLE}</style>'
+            f'<figure class="dk" role="group" aria-label="{name}"><style>{STYLE}</style>'
             f"{self.to_svg()}<figcaption><details><summary>The same in words</summary>"
             f'<pre tabindex="0" aria-label="The figure in words">{words}</pre></details></figcaption></figure>'
         )
@@ -70,6 +79,6 @@ def page(title: str, body: str, lang: str = "en") -> str:
     return (
         f'<!DOCTYPE html><html lang="{lang}"><head><meta charset="utf-8"><title>{name}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'</head><body style="margin:24px;background:{palette.GROUND}"><main>{body}</main></body></html>\n'
     )

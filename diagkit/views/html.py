@@ -1,4 +1,5 @@
-"""Traces and tables as HTML for a notebook or a page: no script, no outside reference, nothing but the standard library.
+"""Traces and tables as HTML for a notebook or a page: no script, no outside reference, nothing but the standard
+library.
 
 The rules: every text is escaped, for traces come from strangers; a colour never stands alone; a table has a caption and
 headings that a screen reader announces.
@@ -100,14 +101,22 @@ def _phases(rank: RankTrace) -> str:
         else:
             state = "ends well"
         calls = ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in list(phase.calls.items())[:6])
-        rows.append([f"{phase.ordinal} {escape(clean(phase.name))}", state, f'<span class="quiet">{escape(clean(calls))}</span>'])
+        rows.append(
+            [
+                f"{phase.ordinal} {escape(clean(phase.name))}",
+                state,
+                f'<span class="quiet">{escape(clean(calls))}</span>',
+            ]
+        )
     return _table("Phases", ("phase", "outcome", "observed calls"), rows) if rows else ""
 
 
 def _chip(device: str | None, text: str, split: bool) -> str:
     colours = palette.device(device)
     edge = " split" if split else ""
-    return f'<span class="chip{edge}" style="background:{colours.fill};color:{colours.ink}">{escape(clean(text))}</span>'
+    return (
+        f'<span class="chip{edge}" style="background:{colours.fill};color:{colours.ink}">{escape(clean(text))}</span>'
+    )
 
 
 def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,7 +1,7 @@
 """Tensors gathered into the lines of a map: one line for all that share a pattern of names and a history.
 
-The rules: a line stands for exactly the tensors it names; what does not fit on a page is told by number, and a history that
-holds a split is never the one that is dropped.
+The rules: a line stands for exactly the tensors it names; what does not fit on a page is told by number, and a history
+that holds a split is never the one that is dropped.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def gather(stories: Sequence[Story], expand: bool | str | Iterable[str] = (), li
         groups.setdefault((kind, model, part, tuple(numbers_of), single), []).append(tensor)
     several = len({model for _, model, _, _ in found}) > 1
     placed: list[tuple[int, Line]] = []
-    for (_, _, _, numbers_of, _), tensors in groups.items():
+    for tensors in groups.values():
         kind, model, _, part = tensors[0]
-        histories = tuple(_cells(story, n) for story, n in zip(stories, numbers_of, strict=True))  # type: ignore[call-overload]
+        histories = tuple(_cells(story, n) for story, n in zip(stories, found[tensors[0]], strict=True))
         for pattern in compress(name for _, _, name, _ in tensors):
             label = _label(kind, f"{model}: {pattern.text}" if several else pattern.text, part)
             first = order[(kind, model, pattern.names[0], part)]
@@ -77,7 +77,7 @@ def gather(stories: Sequence[Story], expand: bool | str | Iterable[str] = (), li
 
 
 def _fit(lines: list[Line], limit: int) -> Page:
-    """The lines that tell most; the others lumped together by kind and history, so that no history is lost if that can be."""
+    """The lines that tell most; the others in lumps by kind and history, so that no history is lost if that can be."""
     ranked = sorted(range(len(lines)), key=lambda i: (not lines[i].split, -lines[i].count, i))
     kept = limit
     while True:

@@ -1,7 +1,7 @@
 """The outcome matrix: which operation of which engine works at which revision. The history of a fix at one glance.
 
-The rules: a cell shows what happened, never what should have; what works is quiet; equal failures share a number and are told
-once beneath; a cell that came out unlike its expectation says so.
+The rules: a cell shows what happened, never what should have; what works is quiet; equal failures share a number and
+are told once beneath; a cell that came out unlike its expectation says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ ROW = 26.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One cell. ``outcome`` is ``"ok"``, ``"crash"`` or another word; ``detail`` a few words more; ``unlike`` says it was not expected."""
+    """One cell. ``outcome`` is ``"ok"``, ``"crash"`` or another word; ``detail`` a few words more; ``unlike`` says it
+    was not expected.
+    """
 
     group: str
     engine: str
@@ -42,8 +44,9 @@ class Outcome:
 
 
 def outcomes(cells: Iterable[Any]) -> list[Outcome]:
-    """The cells of `diagkit demo`, as objects or as its JSON, or any mappings with the keys engine, revision, operation, outcome
-    and, if they like, group, flags, without, exception (a text, or type and message), exported, differences.
+    """The cells of `diagkit demo`, as objects or as its JSON, or any mappings with the keys engine, revision,
+    operation, outcome and, if they like, group, flags, without, exception (a text, or type and message), exported,
+    differences.
 
     Raises:
         UsageError: there is none, or one lacks a key.
@@ -55,14 +58,18 @@ def outcomes(cells: Iterable[Any]) -> list[Outcome]:
             continue
         data = cell if isinstance(cell, Mapping) else cell.to_json()
         if missing := [key for key in ("engine", "revision", "operation", "outcome") if key not in data]:
-            raise UsageError("a cell of an outcome matrix is incomplete", found=f"keys {', '.join(data)}", expected=missing[0])
+            raise UsageError(
+                "a cell of an outcome matrix is incomplete", found=f"keys {', '.join(data)}", expected=missing[0]
+            )
         found.append(_outcome(data))
     if not found:
         raise UsageError("an outcome matrix needs at least one cell")
     return found
 
 
-def outcome_matrix(cells: Iterable[Any], *, title: str | None = None, around: str = "", width: int = 1000) -> ViewFigure:
+def outcome_matrix(
+    cells: Iterable[Any], *, title: str | None = None, around: str = "", width: int = 1000
+) -> ViewFigure:
     """Engines and revisions down, operations across.
 
     Args:
@@ -165,11 +172,14 @@ def _cell(scene: Scene, x: float, y: float, width: float, cell: Outcome | None, 
         scene.add(Line(x + width / 2 - 5, y + height / 2, x + width / 2 + 5, y + height / 2, palette.FAINT, 2))
         return
     good = cell.outcome == "ok"
-    tip = f"{_engine(cell.engine)} {cell.revision}, {cell.operation}: {cell.outcome}{f', {cell.exception}' if cell.exception else ''}"
+    told = f"{cell.outcome}, {cell.exception}" if cell.exception else cell.outcome
+    tip = f"{_engine(cell.engine)} {cell.revision}, {cell.operation}: {told}"
     edge = palette.INK if cell.unlike else None
     scene.add(Rect(x, y, width, height, palette.GOOD_SOFT if good else palette.BAD, 4, edge, 2.0 if edge else 0.0, tip))
     mark = grid.mark(cell)
-    words = cell.outcome + (f", {cell.detail}" if cell.detail and good else "") + (" (unexpected)" if cell.unlike else "")
+    words = (
+        cell.outcome + (f", {cell.detail}" if cell.detail and good else "") + (" (unexpected)" if cell.unlike else "")
+    )
     text = shorten(words, width - (30 if mark else 12), 11)
     middle = x + width / 2 - (9 if mark else 0)
     scene.add(Text(middle, y + 14.5, text, 11, palette.GOOD if good else palette.GROUND, not good, "middle"))
@@ -184,7 +194,9 @@ def _outcome(data: Mapping[str, Any]) -> Outcome:
     if isinstance(exception, Mapping):
         exception = f"{exception.get('type', '')}: {exception.get('message', '')}"
     without = data.get("without") or ()
-    flags = {"policy": "", "both": " (both flags)", "manual": " (no policy)"}.get(str(data.get("flags") or "policy"), "")
+    flags = {"policy": "", "both": " (both flags)", "manual": " (no policy)"}.get(
+        str(data.get("flags") or "policy"), ""
+    )
     outcome = clean(str(data["outcome"]))
     detail = str(data.get("exported") or "")
     return Outcome(
@@ -209,7 +221,7 @@ def _title(found: Sequence[Outcome]) -> str:
     def failing(revision: str) -> str:
         mine = [cell for cell in found if cell.revision == revision]
         bad = sum(cell.outcome != "ok" for cell in mine)
-        return f"{'none' if not bad else bad} of {len(mine)} operations fail{'s' if bad == 1 else ''}"
+        return f"{bad or 'none'} of {len(mine)} operations fail{'s' if bad == 1 else ''}"
 
     def at(revision: str) -> str:
         return {"before": "Before the fix", "current": "today"}.get(revision, f"at {revision}")
@@ -226,7 +238,11 @@ def _around(cells: Sequence[Any]) -> str:
     if ranks := data.get("ranks"):
         words.append(f"{ranks} rank{'s' if ranks != 1 else ''}")
     if device := data.get("device"):
-        words.append(f"simulated {device}: the device is simulated, FSDP2 and the processes are real" if data.get("simulated") else device)
+        words.append(
+            f"simulated {device}: the device is simulated, FSDP2 and the processes are real"
+            if data.get("simulated")
+            else device
+        )
     return clean(" · ".join(map(str, words)))
 
 

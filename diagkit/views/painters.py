@@ -53,7 +53,7 @@ def svg(scene: Scene) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(scene.width)} {_n(scene.height)}" role="img" '
         f'aria-label="{_attribute(scene.title)}" style="width:100%;max-width:{_n(scene.width)}px;height:auto;'
-        f'font-family:\'{FONT}\',Verdana,sans-serif">',
+        f"font-family:'{FONT}',Verdana,sans-serif\">",
         f'<rect width="{_n(scene.width)}" height="{_n(scene.height)}" rx="6" fill="{palette.GROUND}"/>',
     ]
     parts += [_shape(shape) for shape in scene.shapes]

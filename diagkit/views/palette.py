@@ -1,8 +1,9 @@
-"""Every colour of diagkit, in one place: the same device has the same colour in figures, notebooks, report and terminal.
+"""Every colour of diagkit, in one place: the same device has the same colour in figures, notebooks, report and
+terminal.
 
-The rules: amber and blue stay apart for every kind of colour blindness and in grey print (they differ in lightness too);
-no colour carries a meaning alone (a split has an outline and two triangles, pinning a dot, a device its written name);
-crimson means "wrong" and nothing else; texts reach a contrast of 4.5 on their ground.
+The rules: amber and blue stay apart for every kind of colour blindness and in grey print (they differ in lightness
+too); no colour carries a meaning alone (a split has an outline and two triangles, pinning a dot, a device its written
+name); crimson means "wrong" and nothing else; texts reach a contrast of 4.5 on their ground.
 """
 
 from __future__ import annotations

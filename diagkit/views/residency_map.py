@@ -1,7 +1,7 @@
 """The residency map: where each tensor's metadata and bytes are, moment by moment; and two runs of it side by side.
 
-The rules: what is healthy is plain, only what is wrong has contrast; a device's name is written where it changes and nowhere
-else; a cause stands under the moment at which it struck.
+The rules: what is healthy is plain, only what is wrong has contrast; a device's name is written where it changes and
+nowhere else; a cause stands under the moment at which it struck.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Panel:
     story: Story
     verdict: Verdict
     name: str
+    own: str  # circumstances that the other panel does not share
     left: float
     pitch: float  # from one column to the next
 
@@ -102,16 +103,20 @@ def before_after(
     Raises:
         UsageError: no such phase, moment or kind, or nothing to show.
     """
-    chosen = (moments, moments) if isinstance(moments, int) else moments
+    chosen: tuple[int | Sequence[int], ...] = (moments, moments) if isinstance(moments, int) else moments
     wanted = tuple(kinds)
     told = []
     for trace, name, which in zip((before, after), names, chosen, strict=True):
         story = tell(_rank_of(trace, rank), phase=phase, moments=which, kinds=wanted)
         told.append((story, judge(story), name))
     lines = gather([story for story, _, _ in told], expand, rows)
-    found = "; ".join(f"{name if i == 0 else name.lower()}, {verdict.short}" for i, (_, verdict, name) in enumerate(told))
-    contexts = list(dict.fromkeys(context(story) for story, _, _ in told))
-    return _draw(told, lines, title or found, "  |  ".join(contexts), width)
+    found = "; ".join(
+        f"{name if i == 0 else name.lower()}, {verdict.short}" for i, (_, verdict, name) in enumerate(told)
+    )
+    contexts = [context(story).split(" · ") for story, _, _ in told]
+    shared = [word for word in contexts[0] if word in contexts[1]]
+    own = [" · ".join(word for word in words_ if word not in shared) for words_ in contexts]
+    return _draw(told, lines, title or found, " · ".join(shared), width, own)
 
 
 def _rank_of(trace: Trace | RankTrace, rank: int | None) -> RankTrace:
@@ -126,7 +131,12 @@ def _rank_of(trace: Trace | RankTrace, rank: int | None) -> RankTrace:
 
 
 def _draw(
-    told: Sequence[tuple[Story, Verdict, str]], lines: Page, title: str, around: str, width: float
+    told: Sequence[tuple[Story, Verdict, str]],
+    lines: Page,
+    title: str,
+    around: str,
+    width: float,
+    own: Sequence[str] = ("",),
 ) -> ViewFigure:
     side_by_side = len(told) > 1
     labels, label_width, remark_width = _labels(lines.lines, 250 if side_by_side else 330)
@@ -135,8 +145,8 @@ def _draw(
     gaps = PANEL_GAP * (len(told) - 1)
     pitch = min(max((width - left - MARGIN - gaps + GAP * len(told)) / count, 56.0), 104.0)
     panels = []
-    for story, verdict, name in told:
-        panels.append(Panel(story, verdict, name, left, pitch))
+    for (story, verdict, name), circumstances in zip(told, own, strict=True):
+        panels.append(Panel(story, verdict, name, circumstances, left, pitch))
         left += pitch * len(story.columns) - GAP + PANEL_GAP
     width = max(width, left - PANEL_GAP + MARGIN)
     scene = Scene(width, 0, title, words.map_text(title, around, told, lines))
@@ -147,7 +157,9 @@ def _draw(
     y = _moments(scene, panels, y)
     y = _notes(scene, panels, y)
     passing = [(words.passing(story), len(story.columns), story) for story, _, _ in told]
-    faults = any(column.splits and c not in quiet for quiet, _, story in passing for c, column in enumerate(story.columns))
+    faults = any(
+        column.splits and c not in quiet for quiet, _, story in passing for c, column in enumerate(story.columns)
+    )
     y = cells.legend(scene, MARGIN, y + 18, _shown(lines.lines), faults, any(quiet for quiet, _, _ in passing))
     if remark := words.left_out(told, lines):
         for line in wrap(remark, width - 2 * MARGIN, 11, 2):
@@ -197,6 +209,9 @@ def _panel_heads(scene: Scene, panels: Sequence[Panel], y: float) -> float:
         colour = palette.GOOD if panel.verdict.good else palette.BAD
         scene.add(Text(panel.left, y + 12, shorten(panel.name, panel.width, 15, True), 15, bold=True))
         at = y + 14
+        if panel.own:
+            at += 15
+            scene.add(Text(panel.left, at, shorten(panel.own, panel.width, 11), 11, palette.MUTED, tip=panel.own))
         for part in wrap(words.panel_verdict(panel.verdict), panel.width, 12, 3):
             at += 17
             scene.add(Text(panel.left, at, part, 12, colour, tip=panel.verdict.sentence))
@@ -205,7 +220,13 @@ def _panel_heads(scene: Scene, panels: Sequence[Panel], y: float) -> float:
 
 
 def _rows(
-    scene: Scene, panels: Sequence[Panel], lines: Sequence[Line], labels: Sequence[list[str]], right: float, remark: float, y: float
+    scene: Scene,
+    panels: Sequence[Panel],
+    lines: Sequence[Line],
+    labels: Sequence[list[str]],
+    right: float,
+    remark: float,
+    y: float,
 ) -> float:
     for line, parts in zip(lines, labels, strict=True):
         height = 24.0 if len(parts) == 1 else 30.0
@@ -220,8 +241,17 @@ def _rows(
             passing = words.passing(panel.story)
             for c, column in enumerate(panel.story.columns):
                 cell = history[c] if history else None
-                tip = f"{line.label}{f' ({line.remark})' if line.remark else ''}, {words.moment_name(column)}: {cell or 'not there'}"
-                cells.draw(scene, panel.left + panel.pitch * c, y, panel.cell, height, cell, cells.Look(cell != before, c not in passing, tip))
+                name = f"{line.label} ({line.remark})" if line.remark else line.label
+                tip = f"{name}, {words.moment_name(column)}: {cell or 'not there'}"
+                cells.draw(
+                    scene,
+                    panel.left + panel.pitch * c,
+                    y,
+                    panel.cell,
+                    height,
+                    cell,
+                    cells.Look(cell != before, c not in passing, tip),
+                )
                 before = cell
         y += height + 7
     return y

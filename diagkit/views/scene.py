@@ -1,7 +1,8 @@
 """A drawing as data: what stands where, in pixels from the upper left corner. Painters turn it into a figure or an SVG.
 
 The rules: a view places its shapes here once, and both painters show the same; every text knows its width before it is
-placed, so that nothing is cut off or written over by chance; a text that does not fit is wrapped or shortened on purpose.
+placed, so that nothing is cut off or written over by chance; a text that does not fit is wrapped or shortened on
+purpose.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def text_width(text: str, size: float, bold: bool = False) -> float:
 
 
 def clean(text: str) -> str:
-    """The text on one line, without control, formatting and bidirectional characters: names in a trace come from strangers."""
+    """The text on one line, without control, formatting and bidirectional characters: names in a trace come from
+    strangers.
+    """
     kept = (" " if c in "\n\r\t" else c for c in text if c in "\n\r\t" or unicodedata.category(c)[0] != "C")
     return " ".join("".join(kept).split())
 
@@ -123,7 +126,9 @@ def shorten(text: str, limit: float, size: float, bold: bool = False) -> str:
 
 
 def wrap(text: str, limit: float, size: float, lines: int = 2, breaks: str = " ", bold: bool = False) -> list[str]:
-    """The text on at most so many lines of at most ``limit`` pixels, broken after one of ``breaks``; the last is shortened."""
+    """The text on at most so many lines of at most ``limit`` pixels, broken after one of ``breaks``; the last is
+    shortened.
+    """
     found: list[str] = []
     rest = text
     while rest and len(found) < lines - 1 and text_width(rest, size, bold) > limit:

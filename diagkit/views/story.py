@@ -1,7 +1,8 @@
 """What one rank's trace shows, as columns and histories: which moments matter, and what each tensor was at them.
 
-The rules: a moment matters when something that is shown changed there, failed, or began or ended there; whatever is left
-out is counted; a history is what a reader would see, so tensors with equal histories may share one line and no others may.
+The rules: a moment matters when something that is shown changed there, failed, or began or ended there; whatever is
+left out is counted; a history is what a reader would see, so tensors with equal histories may share one line and no
+others may.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One moment that is shown. ``splits`` counts the split tensors then, ``changed`` whether anything shown changed."""
+    """One moment that is shown. ``splits`` counts the split tensors then, ``changed`` whether anything shown
+    changed.
+    """
 
     moment: Moment
     phase: Phase
@@ -78,7 +81,8 @@ def tell(
     moments: int | Sequence[int] = 8,
     kinds: Iterable[str] = ("parameter", "buffer"),
 ) -> Story:
-    """The story of one rank: of all phases or those of one name; at most so many moments, or just those of these indices.
+    """The story of one rank: of all phases or those of one name; at most so many moments, or just those of these
+    indices.
 
     Raises:
         UsageError: no such phase or moment, an unknown kind, or nothing to show.

@@ -1,7 +1,7 @@
 """One story in two sentences: what happened, where and when; and what came of it.
 
-The rules: a split that heals inside the phase in which it arose, before anything failed on it, is no fault and is not told as
-one; a sentence says only what the trace holds, never what would happen next (that is diagnosis).
+The rules: a split that heals inside the phase in which it arose, before anything failed on it, is no fault and is not
+told as one; a sentence says only what the trace holds, never what would happen next (that is diagnosis).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ __all__ = ["Run", "Verdict", "context", "judge", "short_call", "split_runs"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``title`` answers where and when, ``sentence`` says what came of it, ``short`` is the title for a narrow place."""
+    """``title`` answers where and when, ``sentence`` says what came of it, ``short`` is the title for a narrow
+    place.
+    """
 
     title: str
     sentence: str
@@ -74,7 +76,9 @@ def judge(story: Story) -> Verdict:
 
 
 def context(story: Story) -> str:
-    """The circumstances: ``"VeOmniEngine · CPUOffloadPolicy(pin_memory=True) · torch 2.13.0 · simulated npu · rank 0 of 2"``."""
+    """The circumstances: ``"VeOmniEngine · CPUOffloadPolicy(pin_memory=True) · torch 2.13.0 · simulated npu · rank 0
+    of 2"``.
+    """
     rank, words = story.rank, []
     engine = next((facts.type for facts in rank.facts if isinstance(facts, EngineFacts) and facts.type), "")
     experiment = str(rank.header.job.get("experiment", ""))
@@ -131,7 +135,10 @@ def _healthy(story: Story, count: str) -> tuple[str, str]:
         place = f"on {path[0] if path else 'no device'}{', pinned' if pinned and path else ''}"
         return f"All {count} stay {place}{through}", f"all {count} stay {place}"
     journey = " → ".join(path[:5]) + (" → …" if len(path) > 5 else "")
-    return f"Metadata and bytes of all {count} move together{through}: {journey}", f"all {count} move together: {journey}"
+    return (
+        f"Metadata and bytes of all {count} move together{through}: {journey}",
+        f"all {count} move together: {journey}",
+    )
 
 
 def _call(column: Column) -> str:

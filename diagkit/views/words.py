@@ -14,7 +14,18 @@ from diagkit.views.scene import clean, wrap
 from diagkit.views.story import Cell, Column, Story, tell
 from diagkit.views.verdict import Verdict, short_call, split_runs
 
-__all__ = ["Note", "cause_text", "left_out", "map_text", "moment_label", "moment_name", "notes", "other_ranks", "panel_verdict", "passing"]
+__all__ = [
+    "Note",
+    "cause_text",
+    "left_out",
+    "map_text",
+    "moment_label",
+    "moment_name",
+    "notes",
+    "other_ranks",
+    "panel_verdict",
+    "passing",
+]
 
 #: More ranks than this are not compared for a figure's subtitle.
 RANK_LIMIT = 64
@@ -67,14 +78,18 @@ def _known_call(cause: Cause) -> str:
 
 
 def passing(story: Story) -> set[int]:
-    """The shown columns whose split is no fault: it heals inside the phase in which it arose, before anything fails on it."""
+    """The shown columns whose split is no fault: it heals inside the phase in which it arose, before anything fails on
+    it.
+    """
     quiet = [range(run.start, run.end + 1) for run in split_runs(story.every) if not run.lasting]
     position = {column.moment.index: i for i, column in enumerate(story.every)}
     return {c for c, column in enumerate(story.columns) if any(position[column.moment.index] in run for run in quiet)}
 
 
 def notes(story: Story, verdict: Verdict, limit: int = 4) -> list[Note]:
-    """What struck, column by column: the causes of splits and the failures first, then of other changes while there is room."""
+    """What struck, column by column: the causes of splits and the failures first, then of other changes while there is
+    room.
+    """
     runs = {run.start: run for run in split_runs(story.every)}
     position = {column.moment.index: i for i, column in enumerate(story.every)}
     found: list[tuple[int, int, str, bool]] = []  # weight, column, text, bad
@@ -148,7 +163,9 @@ def other_ranks(trace: Trace, story: Story, phase: str | None) -> str:
 
 
 def _differs(story: Story, rank: RankTrace, phase: str | None, kinds: tuple[str, ...]) -> list[str]:
-    """The phases in which that rank lived otherwise at the moments that are shown; ``[""]`` where moments do not pair up."""
+    """The phases in which that rank lived otherwise at the moments that are shown; ``[""]`` where moments do not pair
+    up.
+    """
     if len(rank.moments) != len(story.rank.moments):
         return [""]
     try:
