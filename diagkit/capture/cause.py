@@ -134,7 +134,10 @@ def _plumbing(name: str) -> bool:
 
 
 def _frame(code: CodeType, line: int) -> Frame:
-    return Frame(code.co_filename, line, _name(code), linecache.getline(code.co_filename, line).strip()[:200])
+    file = code.co_filename
+    # A script that came through a pipe (`python /dev/stdin`) would be read a second time, from the job's own input.
+    text = "" if file.startswith(("/dev/", "/proc/")) else linecache.getline(file, line).strip()[:200]
+    return Frame(file, line, _name(code), text)
 
 
 def _name(code: CodeType) -> str:

@@ -1,9 +1,9 @@
 """What is observed in PyTorch, and how it is put in and taken out.
 
 One set of patches serves all recorders. An observed call goes to the original with the same arguments and its
-result or exception comes back untouched; listeners are told before and after. Inner observed calls are noted by
-name in the outermost one, so that one cause has one moment. Every listener is called behind a shield: our faults
-end in its trace, never in the job.
+result or exception comes back untouched; listeners are told before and after. To a listener that was told of an outer
+call, inner observed calls are names noted in it, so that one cause has one moment. Every listener is called behind a
+shield: our faults end in its trace, never in the job.
 
 `uninstall` puts the identical object back where ours is still on top. Where someone wrapped ours meanwhile, theirs
 stays, ours becomes a plain pass-through inside it, and a later `install` wakes it instead of wrapping twice.
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +42,21 @@ class Call:
     operation: Operation
     subject: object  # what it was called on
     nested: list[str] = field(default_factory=list)
+    told: tuple[Listener, ...] = ()  # who hears of it
+    outer: Call | None = None
+
+    @property
+    def everyone(self) -> tuple[Listener, ...]:
+        """Who hears of it, or of a call around it."""
+        return self.told if self.outer is None else (*self.told, *self.outer.everyone)
+
+    def note(self, name: str) -> None:
+        """Notes an observed call inside this one, here and in the calls around."""
+        call: Call | None = self
+        while call is not None:
+            if name != call.operation.name and name not in call.nested and len(call.nested) < 16:
+                call.nested.append(name)
+            call = call.outer
 
 
 class Listener(Protocol):
@@ -61,6 +78,17 @@ class Listener(Protocol):
 _listeners: tuple[Listener, ...] = ()
 _lock = threading.RLock()
 _here = threading.local()
+_modules = 0  # how many modules the job had imported when last looked
+
+
+def _forked() -> None:
+    # A child writes into no parent's trace, and must not wait for a lock that no thread of its own holds.
+    global _listeners, _lock, _here
+    _listeners, _lock, _here = (), threading.RLock(), threading.local()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def add(listener: Listener) -> None:
@@ -110,12 +138,13 @@ class Patch:
         current = vars(self.owner).get(self.name)
         if current is None:
             return
-        if self.wrapper is None or current is not self.wrapper:
-            if self.wrapper is not None and _wraps(current, self.wrapper):
-                self.awake = True  # buried in somebody's wrapper since last time
-                return
+        ours = getattr(current, _MARK, None)
+        if ours is not None:  # also one of an earlier time that came to light again when another tool went
+            self.wrapper, self.original = current, ours
+        elif self.wrapper is None or not _wraps(current, self.wrapper):
             self.original = current
             self.wrapper = self._wrap(current)
+            setattr(self.wrapper, _MARK, current)
             setattr(self.owner, self.name, self.wrapper)
         self.awake = True
 
@@ -133,34 +162,50 @@ class Patch:
             if not patch.awake or (quick is not None and quick(*args)):
                 return original(*args, **kwargs)
             outer: Call | None = getattr(_here, "call", None)
-            if outer is not None:
-                if (
-                    operation.name not in outer.nested
-                    and operation.name != outer.operation.name
-                    and len(outer.nested) < 16
-                ):
-                    outer.nested.append(operation.name)
+            call = _begin(operation, args, outer)
+            if call is None:
                 return original(*args, **kwargs)
-            call = Call(operation, args[0] if args else None)
-            told = [listener for listener in _listeners if tell(listener, "wants", operation, call.subject)]
-            if not told:
-                return original(*args, **kwargs)
-            for listener in told:
-                tell(listener, "before", call)
-            _here.call = call
             try:
+                _here.call = call
                 result = original(*args, **kwargs)
             except BaseException as error:
-                _here.call = None
-                for listener in told:
+                _here.call = outer
+                for listener in call.told:
                     tell(listener, "failed", call, error)
                 raise
-            _here.call = None
-            for listener in told:
+            finally:
+                _here.call = outer
+            for listener in call.told:
                 tell(listener, "after", call)
             return result
 
         return observed
+
+
+#: On every wrapper of ours: what it wraps.
+_MARK = "__diagkit_wraps__"
+
+
+def _begin(operation: Operation, args: tuple[Any, ...], outer: Call | None) -> Call | None:
+    """The call, where a listener wants to hear of it that has not heard of one around it."""
+    busy: tuple[Listener, ...] = ()
+    if outer is not None:
+        outer.note(operation.name)
+        busy = outer.everyone
+        if len(busy) >= len(_listeners):
+            return None
+    call = Call(operation, args[0] if args else None, outer=outer)
+    call.told = tuple(
+        listener for listener in _listeners if listener not in busy and tell(listener, "wants", operation, call.subject)
+    )
+    if not call.told:
+        return None
+    if len(sys.modules) != _modules:
+        with contextlib.suppress(Exception):
+            install()  # the job has imported more: perhaps a part that is observed, on its way to this very call
+    for listener in call.told:
+        tell(listener, "before", call)
+    return call
 
 
 def _wraps(outer: Any, inner: Any) -> bool:
@@ -259,7 +304,9 @@ _handles: list[Any] = []
 
 def install() -> None:
     """Puts every patch in whose module the job has imported. Safe when called again."""
+    global _modules
     with _lock:
+        _modules = len(sys.modules)
         for module_name, class_name, name, operation, quick in _PLACES:
             owner: Any = internals.loaded(module_name)
             if owner is not None and class_name:
@@ -286,17 +333,19 @@ def uninstall() -> None:
     """Takes every patch out that is still on top, and sends the others to sleep."""
     with _lock:
         for patch in _patches.values():
-            patch.take_out()
+            with contextlib.suppress(Exception):  # one that fails must not keep the others in
+                patch.take_out()
         while _handles:
-            _handles.pop().remove()
+            with contextlib.suppress(Exception):
+                _handles.pop().remove()
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if getattr(_here, "call", None) is not None:
-        return
+    outer: Call | None = getattr(_here, "call", None)
+    busy = () if outer is None else outer.everyone
     call = Call(STEP, optimizer)
     for listener in _listeners:
-        if tell(listener, "wants", STEP, optimizer):
+        if listener not in busy and tell(listener, "wants", STEP, optimizer):
             tell(listener, "after", call)
 
 

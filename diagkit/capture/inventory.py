@@ -13,15 +13,17 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from diagkit import torch_internals as internals
-from diagkit.capture.facts import EngineWatch, GroupWatch, OptimizerWatch
-from diagkit.capture.residency import Key, decode, quiet, read, read_managed
+from diagkit.capture.entries import Gradient, Handed, State
+from diagkit.capture.facts import EngineWatch, OptimizerWatch
+from diagkit.capture.residency import Key, decode, quiet
+from diagkit.capture.survey import survey
 from diagkit.trace.schema import (
     ABSENT,
     BUFFER,
@@ -44,30 +46,6 @@ MODEL = frozenset((PARAMETER, BUFFER, GRADIENT, GROUP))
 STATES = frozenset((OPTIMIZER_STATE, OPTIMIZER))
 
 Shape = tuple[int, ...] | None
-_Read = Callable[[Any, Key | None, int], tuple[Any, int]]
-_GONE: tuple[None, int] = (None, 0)
-
-
-class Slot:
-    """One place in a module that holds a parameter or buffer."""
-
-    __slots__ = ("managed", "module", "name", "tie")
-
-    def __init__(self, module: weakref.ref[nn.Module], name: str, managed: weakref.ref[Any] | None, tie: bool) -> None:
-        self.module = module
-        self.name = name
-        self.managed = managed  # FSDP2's record of the parameter
-        self.tie = tie  # an earlier slot holds the same tensor
-
-    def tensor(self) -> torch.Tensor | None:
-        """FSDP2's sharded parameter (also while the slot holds the gathered one), or what the slot holds."""
-        if self.managed is not None and (record := self.managed()) is not None:
-            return record.sharded_param  # type: ignore[no-any-return]
-        module = self.module()
-        if module is None:
-            return None
-        found = module._parameters.get(self.name)
-        return module._buffers.get(self.name) if found is None else found
 
 
 @dataclass(slots=True)
@@ -102,8 +80,6 @@ class Inventory:
         self._index: dict[tuple[str, str, str, str], int] = {}  # kind, model, name, part -> row
         self._optimizers: list[OptimizerWatch] = []
         self._afresh = False  # read also what a storage that is still the same one cannot change
-        self._sharded: Any = None  # ShardedState.SHARDED
-        self._exported: set[int] = set()  # export rows that are there just now
 
     # ---- what is watched
 
@@ -115,7 +91,7 @@ class Inventory:
         name = next(n for n in (label, *(f"{label}{i}" for i in range(2, len(taken) + 3))) if n not in taken)
         model = Model(name, weakref.ref(root), {})
         self.models.append(model)
-        self._survey(model, root)
+        self._take_in(model, root)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Watches an optimizer and its state; a second time is harmless."""
@@ -159,39 +135,12 @@ class Inventory:
         self.dirty = False
         for model in self.models:
             if (root := model.root()) is not None:
-                self._survey(model, root)
+                self._take_in(model, root)
 
-    def _survey(self, model: Model, root: nn.Module) -> None:
-        self._sharded = internals.sharded()
-        managed: dict[tuple[int, str], Any] = {}
-        groups: list[tuple[Row, GroupWatch]] = []
-        for name, _, state in internals.fsdp_states(root):
-            for n, group in enumerate(internals.state_groups(state) or [None]):
-                groups.append((
-                    Row(0, GROUP, model.label, name, part="" if n == 0 else str(n)),
-                    GroupWatch(weakref.ref(state), None if group is None else weakref.ref(group)),
-                ))  # fmt: skip
-                for record in internals.group_params(group) if group is not None else ():
-                    for module, slot in internals.param_slots(record):
-                        managed[id(module), slot] = record
-        parameters: list[tuple[Row, Slot]] = []
-        buffers: list[tuple[Row, Slot]] = []
-        seen: set[int] = set()
-        names: dict[int, str] = {}
-        for prefix, module in root.named_modules():
-            names[id(module)] = prefix
-            ref = weakref.ref(module)
-            for kind, store, found in ((PARAMETER, module._parameters, parameters), (BUFFER, module._buffers, buffers)):
-                for name, tensor in store.items():
-                    if tensor is None:
-                        continue
-                    record = managed.get((id(module), name))
-                    same = id(record) if record is not None else id(tensor)
-                    row = Row(0, kind, model.label, f"{prefix}.{name}" if prefix else name, shape=tuple(tensor.shape))
-                    found.append((row, Slot(ref, name, None if record is None else weakref.ref(record), same in seen)))
-                    seen.add(same)
-        model.names = names
-        for block in (parameters, buffers, groups):
+    def _take_in(self, model: Model, root: nn.Module) -> None:
+        found = survey(root, model.label)
+        model.names = found.names
+        for block in (found.parameters, found.buffers, found.groups):
             self._add(block)
 
     def _add(self, found: Iterable[tuple[Row, Any]]) -> None:
@@ -219,7 +168,7 @@ class Inventory:
         self._define(rows, [self._local_shape(row) for row in rows])
 
     def _local_shape(self, row: Row) -> Shape:
-        if row.kind not in TENSOR_KINDS or (tensor := self._tensor(row.kind, row.id)) is None:
+        if row.kind not in TENSOR_KINDS or (tensor := self._entries[row.id].tensor()) is None:
             return None
         local = internals.local_tensor(tensor)
         return None if local is None else tuple(local.shape)
@@ -240,7 +189,7 @@ class Inventory:
                 self._find_states()
             for kind, block in self._blocks:
                 if kind in kinds:
-                    self._READERS[kind](self, block, changes)
+                    (self._read_tensors if kind in TENSOR_KINDS else self._read_facts)(block, changes)
         return merge(changes)
 
     def state(self, exchanged: set[int]) -> list[Change]:
@@ -249,13 +198,25 @@ class Inventory:
             [Change(row, 1, number, row in exchanged) for row, number in enumerate(self._numbers) if number != ABSENT]
         )
 
-    def _read_tensors(self, block: range, changes: list[Change], read_entry: _Read) -> None:
+    def _read_tensors(self, block: range, changes: list[Change]) -> None:
         keys, storages, entries, afresh = self._keys, self._storages, self._entries, self._afresh
         for row in block:
             known, held = keys[row], storages[row]
-            key, storage = read_entry(entries[row], None if afresh else known, held)
+            key, storage = entries[row].read(None if afresh else known, held)
             if storage != held or key != known:
                 self._note(row, key, storage, changes)
+
+    def _read_facts(self, block: range, changes: list[Change]) -> None:
+        for row in block:
+            entry = self._entries[row]
+            facts = entry.read(self.live_parameters()) if isinstance(entry, OptimizerWatch) else entry.read()
+            if facts is self._keys[row]:
+                continue
+            self._keys[row] = facts
+            number = ABSENT if facts is None else self._number(facts)
+            if number != self._numbers[row]:
+                self._numbers[row] = number
+                changes.append(Change(row, 1, number))
 
     def _note(self, row: int, key: Any, storage: int, changes: list[Change]) -> None:
         before = self._storages[row]
@@ -283,105 +244,21 @@ class Inventory:
         """Keeps the storage's address from being used again, so that an exchange cannot go unnoticed."""
         if not storage:
             return None
-        tensor = self._tensor(self.rows[row].kind, row)
+        tensor = self._entries[row].tensor()
         inner = None if tensor is None else internals.innermost(tensor)
-        return None if inner is None else StorageWeakRef(inner.untyped_storage())  # type: ignore[no-untyped-call]
-
-    def _tensor(self, kind: str, row: int) -> torch.Tensor | None:
-        entry = self._entries[row]
-        if kind in (PARAMETER, BUFFER):
-            return entry.tensor()  # type: ignore[no-any-return]
-        if kind == GRADIENT:
-            return _gradient(entry)
-        if kind == OPTIMIZER_STATE:
-            return _state_tensor(entry)
-        return None
-
-    def _scan_parameters(self, block: range, changes: list[Change]) -> None:
-        sharded = self._sharded
-
-        def read_slot(slot: Slot, known: Key | None, storage: int) -> tuple[Any, int]:
-            module = slot.module()
-            if module is None:
-                return _GONE
-            held = module._parameters.get(slot.name)
-            record = None if slot.managed is None else slot.managed()
-            if record is None:
-                if held is None:
-                    return _GONE
-                key, storage = read(held, None, known, storage)
-                return ((*key, "tie"), storage) if slot.tie else (key, storage)
-            if not slot.tie:
-                return read_managed(record.sharded_param, record, held, sharded, known, storage)
-            if held is record.sharded_param or record.sharded_state is not sharded:
-                key, storage = read_managed(record.sharded_param, record, held, sharded, known, storage)
-                return (*key, "tie"), storage
-            return _GONE if held is None else read(held)  # the tie came apart
-
-        self._read_tensors(block, changes, read_slot)
-
-    def _scan_buffers(self, block: range, changes: list[Change]) -> None:
-        def read_slot(slot: Slot, known: Key | None, storage: int) -> tuple[Any, int]:
-            tensor = slot.tensor()
-            return _GONE if tensor is None else read(tensor, None, known, storage)
-
-        self._read_tensors(block, changes, read_slot)
-
-    def _scan_gradients(self, block: range, changes: list[Change]) -> None:
-        def read_gradient(slot: Slot, known: Key | None, storage: int) -> tuple[Any, int]:
-            grad = _gradient(slot)
-            return _GONE if grad is None else read(grad, _like(slot.tensor(), grad), known, storage)
-
-        self._read_tensors(block, changes, read_gradient)
-
-    def _scan_states(self, block: range, changes: list[Change]) -> None:
-        def read_state(entry: tuple[OptimizerWatch, Slot, str], known: Key | None, storage: int) -> tuple[Any, int]:
-            value = _state_tensor(entry)
-            return _GONE if value is None else read(value, _like(entry[1].tensor(), value), known, storage)
-
-        self._read_tensors(block, changes, read_state)
-
-    def _scan_facts(self, block: range, changes: list[Change]) -> None:
-        for row in block:
-            entry = self._entries[row]
-            facts = entry.read(self.live_parameters()) if isinstance(entry, OptimizerWatch) else entry.read()
-            if facts is self._keys[row]:
-                continue
-            self._keys[row] = facts
-            number = ABSENT if facts is None else self._number(facts)
-            if number != self._numbers[row]:
-                self._numbers[row] = number
-                changes.append(Change(row, 1, number))
-
-    def _scan_exports(self, block: range, changes: list[Change]) -> None:
-        for row in block:
-            if row in self._exported:  # consumed, and gone
-                self._exported.discard(row)
-                self._note(row, None, 0, changes)
-
-    _READERS: ClassVar[dict[str, Callable[[Inventory, range, list[Change]], None]]] = {
-        PARAMETER: _scan_parameters,
-        BUFFER: _scan_buffers,
-        GRADIENT: _scan_gradients,
-        OPTIMIZER_STATE: _scan_states,
-        EXPORT: _scan_exports,
-        GROUP: _scan_facts,
-        OPTIMIZER: _scan_facts,
-        ENGINE: _scan_facts,
-    }
+        return None if inner is None else StorageWeakRef(inner.untyped_storage())
 
     def exported(self, readings: list[tuple[str, Shape, Key, int]]) -> list[Change]:
         """Makes rows for tensors that were handed out (name, global shape, key, storage); what changed by them."""
         live = {self._storages[row] for kind, block in self._blocks if kind == PARAMETER for row in block}
         label = self._label()
         self._add(
-            (Row(0, EXPORT, label, name, shape=shape, of=self._index.get((PARAMETER, label, name, ""))), None)
+            (Row(0, EXPORT, label, name, shape=shape, of=self._index.get((PARAMETER, label, name, ""))), Handed())
             for name, shape, *_ in readings
         )
         changes: list[Change] = []
         for name, _, key, storage in readings:
             row = self._index[EXPORT, label, name, ""]
-            self._exported.add(row)
             self._note(row, (*key, "parameter") if storage and storage in live else key, 0, changes)
         return merge(changes)
 
@@ -404,10 +281,11 @@ class Inventory:
             first = self.rows[block[0]]
             if (GRADIENT, first.model, first.name, "") in self._index:
                 continue
-            if any(_gradient(self._entries[row]) is not None for row in block):
+            if any(Gradient(self._entries[row]).tensor() is not None for row in block):
                 rows = [self.rows[row] for row in block]
                 self._add(
-                    (Row(0, GRADIENT, r.model, r.name, shape=r.shape, of=r.id), self._entries[r.id]) for r in rows
+                    (Row(0, GRADIENT, r.model, r.name, shape=r.shape, of=r.id), Gradient(self._entries[r.id]))
+                    for r in rows
                 )
 
     def _find_states(self) -> None:
@@ -433,7 +311,7 @@ class Inventory:
                             new = Row(
                                 0, OPTIMIZER_STATE, owner.model, owner.name, f"{prefix}{part}", tuple(value.shape), row
                             )
-                            found.append((new, (watch, slot, part)))
+                            found.append((new, State(watch, slot, part)))
             self._add(found)
 
 
@@ -452,27 +330,3 @@ def merge(changes: list[Change]) -> list[Change]:
                 continue
         out.append(change)
     return out
-
-
-def _gradient(slot: Slot) -> torch.Tensor | None:
-    tensor = slot.tensor()
-    # `.grad` of a tensor that is no leaf warns the user.
-    return tensor.grad if tensor is not None and tensor.requires_grad and tensor.is_leaf else None
-
-
-def _state_tensor(entry: tuple[OptimizerWatch, Slot, Any]) -> torch.Tensor | None:
-    watch, slot, part = entry
-    optimizer, tensor = watch.optimizer(), slot.tensor()
-    if optimizer is None or tensor is None:
-        return None
-    state = optimizer.state.get(tensor)  # `state` is a defaultdict: reading must not add to it
-    value = None if state is None else state.get(part)
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _like(parameter: torch.Tensor | None, other: torch.Tensor) -> torch.Size | None:
-    """The local shape that a tensor laid out like its parameter has on this rank."""
-    if parameter is None or parameter.shape != other.shape:
-        return None
-    local = internals.local_tensor(parameter)
-    return None if local is None else local.shape

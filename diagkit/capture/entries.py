@@ -1,0 +1,152 @@
+"""What stands behind a row of tensors: how to find the tensor now, and how to read it.
+
+Each entry has ``tensor()``, the tensor or None, and ``read(known, storage)``, its key and storage given those of
+the last reading. Entries keep nothing alive: modules, FSDP2's records and optimizers are weakly held, tensors not
+at all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from diagkit import torch_internals as internals
+from diagkit.capture.facts import OptimizerWatch
+from diagkit.capture.residency import NO_STORAGE, Key, read, read_managed
+
+#: Key and storage of a tensor that is not there.
+GONE: tuple[None, int] = (None, NO_STORAGE)
+Reading = tuple[Key | None, int]
+
+
+class Entry(Protocol):
+    """What the inventory asks of an entry."""
+
+    def tensor(self) -> torch.Tensor | None: ...
+
+    def read(self, known: Key | None, storage: int) -> Reading: ...
+
+
+class Slot:
+    """One place in a module that holds a parameter."""
+
+    __slots__ = ("managed", "module", "name", "sharded", "tie")
+
+    def __init__(self, module: weakref.ref[nn.Module], name: str, record: Any | None, tie: bool) -> None:
+        self.module = module
+        self.name = name
+        self.managed = None if record is None else weakref.ref(record)  # FSDP2's record of the parameter
+        self.tie = tie  # an earlier slot holds the same tensor
+        self.sharded = internals.sharded()
+
+    def tensor(self) -> torch.Tensor | None:
+        """FSDP2's sharded parameter (also while the slot holds the gathered one), or what the slot holds."""
+        record = None if self.managed is None else self.managed()
+        if record is not None:
+            return record.sharded_param  # type: ignore[no-any-return]
+        module = self.module()
+        return None if module is None else module._parameters.get(self.name)
+
+    def read(self, known: Key | None, storage: int) -> Reading:
+        module = self.module()
+        if module is None:
+            return GONE
+        held = module._parameters.get(self.name)
+        record = None if self.managed is None else self.managed()
+        if record is None:
+            if held is None:
+                return GONE
+            key, storage = read(held, None, known, storage)
+            return ((*key, "tie"), storage) if self.tie else (key, storage)
+        if self.tie:
+            if record.sharded_state is self.sharded and held is not record.sharded_param:
+                return GONE if held is None else read(held)  # the tie came apart
+            key, storage = read_managed(record.sharded_param, record, held, self.sharded, known, storage)
+            return (*key, "tie"), storage
+        return read_managed(record.sharded_param, record, held, self.sharded, known, storage)
+
+
+class Buffer:
+    """One place in a module that holds a buffer."""
+
+    __slots__ = ("module", "name", "tie")
+
+    def __init__(self, module: weakref.ref[nn.Module], name: str, tie: bool) -> None:
+        self.module = module
+        self.name = name
+        self.tie = tie
+
+    def tensor(self) -> torch.Tensor | None:
+        module = self.module()
+        return None if module is None else module._buffers.get(self.name)
+
+    def read(self, known: Key | None, storage: int) -> Reading:
+        tensor = self.tensor()
+        if tensor is None:
+            return GONE
+        key, storage = read(tensor, None, known, storage)
+        return ((*key, "tie"), storage) if self.tie else (key, storage)
+
+
+class Gradient:
+    """The gradient of a parameter."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+    def tensor(self) -> torch.Tensor | None:
+        tensor = self.slot.tensor()
+        # `.grad` of a tensor that is no leaf warns the user.
+        return tensor.grad if tensor is not None and tensor.requires_grad and tensor.is_leaf else None
+
+    def read(self, known: Key | None, storage: int) -> Reading:
+        grad = self.tensor()
+        return GONE if grad is None else read(grad, _like(self.slot.tensor(), grad), known, storage)
+
+
+class State:
+    """One part of a parameter's optimizer state, such as ``exp_avg``."""
+
+    __slots__ = ("part", "slot", "watch")
+
+    def __init__(self, watch: OptimizerWatch, slot: Slot, part: Any) -> None:
+        self.watch = watch
+        self.slot = slot
+        self.part = part
+
+    def tensor(self) -> torch.Tensor | None:
+        optimizer, parameter = self.watch.optimizer(), self.slot.tensor()
+        if optimizer is None or parameter is None:
+            return None
+        state = optimizer.state.get(parameter)  # a defaultdict: asking must not add to it
+        value = None if state is None else state.get(self.part)
+        return value if isinstance(value, torch.Tensor) else None
+
+    def read(self, known: Key | None, storage: int) -> Reading:
+        value = self.tensor()
+        return GONE if value is None else read(value, _like(self.slot.tensor(), value), known, storage)
+
+
+class Handed:
+    """A tensor that was handed out and is not ours to find again: gone at the next reading."""
+
+    __slots__ = ()
+
+    def tensor(self) -> torch.Tensor | None:
+        return None
+
+    def read(self, known: Key | None, storage: int) -> Reading:
+        return GONE
+
+
+def _like(parameter: torch.Tensor | None, other: torch.Tensor) -> torch.Size | None:
+    """The local shape that a tensor laid out like its parameter has on this rank."""
+    if parameter is None or parameter.shape != other.shape:
+        return None
+    local = internals.local_tensor(parameter)
+    return None if local is None else local.shape
