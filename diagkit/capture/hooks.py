@@ -16,6 +16,7 @@ import functools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -138,13 +139,13 @@ class Patch:
         current = vars(self.owner).get(self.name)
         if current is None:
             return
-        ours = getattr(current, _MARK, None)
+        ours = _original(current)
         if ours is not None:  # also one of an earlier time that came to light again when another tool went
             self.wrapper, self.original = current, ours
         elif self.wrapper is None or not _wraps(current, self.wrapper):
             self.original = current
             self.wrapper = self._wrap(current)
-            setattr(self.wrapper, _MARK, current)
+            _originals[self.wrapper] = current
             setattr(self.owner, self.name, self.wrapper)
         self.awake = True
 
@@ -182,8 +183,15 @@ class Patch:
         return observed
 
 
-#: On every wrapper of ours: what it wraps.
-_MARK = "__diagkit_wraps__"
+#: Every wrapper of ours that is left anywhere, and what it wraps.
+_originals: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _original(wrapper: Any) -> Any:
+    try:
+        return _originals.get(wrapper)
+    except TypeError:  # it cannot be referred to weakly, or not hashed: no wrapper of ours
+        return None
 
 
 def _begin(operation: Operation, args: tuple[Any, ...], outer: Call | None) -> Call | None:
@@ -315,7 +323,11 @@ def install() -> None:
                 continue
             key = (module_name, class_name, name)
             patch = _patches.setdefault(key, Patch(owner, name, operation, quick))
-            patch.put_in()
+            try:
+                patch.put_in()
+            except Exception as error:
+                for listener in _listeners:
+                    tell(listener, "trouble", f"observing {operation.name}", error)
         if not _handles:
             from torch.nn.modules import module as modules
             from torch.optim import optimizer as optimizers
