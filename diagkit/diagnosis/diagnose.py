@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from diagkit.diagnosis.finding import Finding, Findings
 from diagkit.diagnosis.judge import Hit, Judge
 from diagkit.diagnosis.predictions import consequences
-from diagkit.diagnosis.words import evidence, residency_text, resting_buffers
+from diagkit.diagnosis.words import evidence, name_of, residency_text, resting_buffers
 from diagkit.trace import RankTrace, Trace
 from diagkit.trace.schema import Cause, Failure
 
@@ -63,7 +63,7 @@ def _finding(hits: list[Hit], world_size: int, failure: Failure | None) -> Findi
     first = min(hits, key=lambda hit: (hit.judged.moment.phase, hit.rank.rank, hit.judged.moment.index))
     names: dict[tuple[int, str], None] = {}
     for hit in hits:
-        names.update(((row.id, row.label), None) for row in hit.rows.values())
+        names.update(((row.id, name_of(row)), None) for row in hit.rows.values())
     failed = next((hit.failures[0] for hit in hits if hit.failures), None)
     exception = failed.failure if failed else failure if failure and _speaks(first, failure) else None
     judged = first.judged.moment

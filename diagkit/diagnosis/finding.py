@@ -73,7 +73,7 @@ class Finding:
     @property
     def where(self) -> tuple[str, ...]:
         """The rows concerned as patterns: ``"layers.{0..31}.mlp.up_proj.weight ×32"``."""
-        return tuple(map(str, compress(self.names)))
+        return tuple(patterns(self.names))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, the same for every finding."""
@@ -130,6 +130,30 @@ class Finding:
         out.append(f"  remedy: {self.remedy}")
         out += [f"  call: {line}" for line in self.call.splitlines()]
         return out
+
+
+def patterns(names: Iterable[str]) -> list[str]:
+    """Names as patterns, those with one suffix (``[exp_avg]``) together; characters that move a terminal's cursor are
+    shown, not sent.
+
+    >>> patterns(["l.0.w [m]", "l.1.w [m]", "l.0.w [v]"])
+    ['l.{0,1}.w [m] ×2', 'l.0.w [v]']
+    """
+    suffixes: dict[str, list[str]] = {}
+    for name in names:
+        head, bracket, part = name.partition(" [")
+        suffixes.setdefault(bracket + part, []).append(head)
+    found = []
+    for suffix, heads in suffixes.items():
+        for pattern in compress(heads):
+            count = f" ×{pattern.count}" if pattern.count > 1 else ""
+            found.append(printable(pattern.text + suffix) + count)
+    return found
+
+
+def printable(text: str) -> str:
+    """The text with control and direction characters written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class Findings(list[Finding]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from diagkit.diagnosis.moments import Judged, judged_moments
+from diagkit.diagnosis.moments import Judged, is_look, judged_moments
 from diagkit.diagnosis.rule import Rule, Subject, World, all_rules
 from diagkit.diagnosis.signatures import SIGNATURES, said
 from diagkit.trace import RankTrace
@@ -128,6 +128,7 @@ class _Run:
         self.trace = trace
         self.layout = judge.layout(trace)
         self.extra = failure
+        self.live = is_look(trace)
         count = len(trace.rows)
         self.facts: list[int] = [ABSENT] * count
         self.since: list[int] = [-1] * count  # moment at which the row took the facts that it has
@@ -144,6 +145,7 @@ class _Run:
             engines=tuple(f for f in self.around if isinstance(f, EngineFacts)),
             backends=trace.header.backends,
             said=_ANY_TEXT,
+            live=True,
         )
 
     def hits(self) -> list[Hit]:
@@ -155,7 +157,7 @@ class _Run:
             self._replay(moment)
             dirty = dirty or bool(moment.changes) or moment.key
             for entry in judged.get(moment.index, ()):
-                if entry.resting and not dirty and self.extra is None:
+                if entry.resting and not dirty and self.extra is None and entry.why != "begins":
                     continue
                 self._judge(entry)
                 dirty = dirty and not entry.resting
@@ -196,7 +198,9 @@ class _Run:
         failure = entry.moment.failure if entry.why == "failed" else None
         if entry.why == "last" and self.extra is not None:
             failure = self.extra
-        world = self._world(failure, entry.resting)
+        phase = self.trace.phases.get(entry.moment.phase)
+        about_to = phase.name if entry.why == "begins" and phase is not None else ""
+        world = self._world(failure, entry.resting, about_to)
         if world != self.world:
             self.world, self.cache = world, {}
         held: dict[tuple[str, int], tuple[str, int]] = {}
@@ -286,7 +290,7 @@ class _Run:
         device = self.trace.header.device
         return None if device == "cpu" else device
 
-    def _world(self, failure: Failure | None, resting: bool) -> World:
+    def _world(self, failure: Failure | None, resting: bool, about_to: str) -> World:
         present = {
             number
             for kind, first, end in self.layout.segments
@@ -303,6 +307,8 @@ class _Run:
             failure=failure,
             said=said(failure.message) if failure else frozenset(),
             resting=resting,
+            about_to=about_to,
+            live=self.live,
         )
 
     def _context_facts(self) -> Iterable[Facts | None]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from diagkit.trace import RankTrace
-from diagkit.trace.schema import ENTER, EXIT, FAILURE, Moment
+from diagkit.trace.schema import ENTER, EXIT, FAILURE, MARK, Moment
 
 #: Phases that may begin on a model without bytes, or on one that is still being put together.
 BEGINNERS = frozenset({"init", "load"})
@@ -28,6 +28,11 @@ class Judged:
     moment: Moment
     why: str  # "begins", "ends", "failed", "last"
     resting: bool  # False: an exception is on its way, so only what it speaks of counts
+
+
+def is_look(trace: RankTrace) -> bool:
+    """Whether this is a look at a live model rather than a recording: nothing but marks, outside any phase."""
+    return all(moment.kind == MARK and moment.phase == 0 for moment in trace.moments)
 
 
 def judged_moments(trace: RankTrace) -> Iterator[Judged]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass
 
+from diagkit.diagnosis.finding import patterns
 from diagkit.trace import RankTrace
-from diagkit.trace.patterns import compress
 from diagkit.trace.schema import TENSOR_KINDS, Moment, Residency
 
 HEAD = ("what", "tensors", "metadata", "bytes", "pinned", "handles")
@@ -76,7 +76,7 @@ def residency_table(rank: RankTrace, moment: Moment | int = -1) -> ResidencyTabl
             if row.kind in TENSOR_KINDS and isinstance(facts, Residency):
                 name = f"{row.name} [{row.part}]" if row.part else row.name
                 groups.setdefault((row.kind, facts), []).append(name)
-    lines = [Line(kind, tuple(map(str, compress(names))), len(names), facts) for (kind, facts), names in groups.items()]
+    lines = [Line(kind, tuple(patterns(names)), len(names), facts) for (kind, facts), names in groups.items()]
     lines.sort(key=lambda line: TENSOR_KINDS.index(line.kind))
     device = f"{'simulated ' if rank.header.simulated else ''}{rank.header.device}"
     title = f"rank {rank.header.rank} of {rank.header.world_size}, {device}, torch {rank.header.torch}"

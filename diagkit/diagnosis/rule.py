@@ -43,6 +43,12 @@ class World:
     failure: Failure | None = None
     said: frozenset[str] = frozenset()  # the names of the texts (`signatures`) that the failure's message holds
     resting: bool = True  # the state is at rest, or an operation is about to run on it
+    about_to: str = ""  # the phase that begins just now, where one does
+    live: bool = False  # a look at a live model: everything may be about to run
+
+    def expects(self, *phases: str) -> bool:
+        """Whether one of these phases is about to run, or may be."""
+        return self.live or self.about_to in phases
 
     @property
     def offloads(self) -> bool:

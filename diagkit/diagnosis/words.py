@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diagkit.diagnosis.judge import Hit
+from diagkit.diagnosis.moments import is_look
 from diagkit.trace import RankTrace
 from diagkit.trace.patterns import compress
 from diagkit.trace.schema import (
@@ -19,6 +20,7 @@ from diagkit.trace.schema import (
     GroupFacts,
     Moment,
     Residency,
+    Row,
     device_type,
 )
 
@@ -32,6 +34,12 @@ KINDS = {
     "engine": ("engine", "engines"),
     "optimizer": ("optimizer", "optimizers"),
 }
+
+
+def name_of(row: Row) -> str:
+    """``"lm_head.weight"``, ``"lm_head.weight [exp_avg]"``, ``"(root)"`` for the outermost FSDP group."""
+    name = row.name or "(root)"
+    return f"{name} [{row.part}]" if row.part else name
 
 
 def facts_of(hit: Hit) -> Facts | None:
@@ -115,7 +123,7 @@ def _why(hit: Hit) -> str:
         "ends": f"phase {name} ended so",
         "begins": f"phase {name} began on it",
         "failed": f"{moment.failure.operation if moment.failure else name} failed on it",
-        "last": "it is so now" if len(hit.rank.moments) == 1 else "the trace ended so",
+        "last": "it is so now" if is_look(hit.rank) else "the trace ended so",
     }[hit.judged.why]
 
 

@@ -22,7 +22,7 @@ OK = Cell("ok")
 
 
 class Blocked(Exception):
-    """The operation is not reached: the forward pass before it fails."""
+    """The operation is not reached: the forward or backward pass before it fails."""
 
 
 def attempt(bench: Bench, operation: str) -> Cell:
@@ -50,7 +50,17 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _values(bench: Bench) -> list[Tensor]:
     # full_tensor would need the very collective under test; to_local works in every state that has bytes.
-    return [_local(p).detach().cpu().clone() for p in _parameters(bench)]
+    return [_local(p).detach().cpu().clone() for p in _parameters(bench) if not p.is_meta]
+
+
+def _with_gradients(bench: Bench) -> None:
+    """Runs a backward pass where there are no gradients, since a step or a norm of none would prove nothing."""
+    if any(p.grad is not None for p in _parameters(bench)):
+        return
+    try:
+        bench.loss().backward()
+    except Exception as error:
+        raise Blocked from error
 
 
 def _apart(tensors: dict[str, Tensor]) -> bool:
@@ -135,16 +145,20 @@ def _backward(bench: Bench) -> Cell:
 
 
 def _step(bench: Bench) -> Cell:
+    _with_gradients(bench)
     before = _values(bench)
     had = any(p.grad is not None for p in _parameters(bench))
     bench.optimizer.step()
     changed = any(not torch.equal(a, b) for a, b in zip(before, _values(bench), strict=True))
-    if had and not changed:
-        return Cell("silent", "nothing arrives")
-    return Cell("silent", "stale") if had and _detached(bench) else OK
+    if not changed:
+        return Cell("silent", "nothing arrives" if had else "no gradient")
+    return Cell("silent", "stale") if _detached(bench) else OK
 
 
 def _clip(bench: Bench) -> Cell:
+    _with_gradients(bench)
+    if all(p.grad is None for p in _parameters(bench)):
+        return Cell("silent", "no gradient")
     norm = torch.nn.utils.clip_grad_norm_(list(_parameters(bench)), 1.0)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()

@@ -124,6 +124,7 @@ STATES: tuple[State, ...] = (
     State("child moved, trained", "pinned", (*_TRAINED, _move_child), "DK103b"),
     State("on meta", "pinned", (), "DK104", on_meta=True),
     State("moments on the accelerator", "pinned", (*_TRAINED, _moments_to_device), "DK302"),
+    State("moments on the accelerator, with gradients", "pinned", (_train, _moments_to_device), "DK302"),
     State(
         "moments loaded while split, then mended",
         "pinned",

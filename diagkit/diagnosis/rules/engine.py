@@ -21,16 +21,16 @@ def two_owners(it: Subject) -> bool:
 
     Seen in: verl #2822 #7804; slime #915; VeOmni #642
 
-    Detected by: facts of the engine, before anything failed.
+    Detected by: facts of the engine, before anything failed: at a live look, or where a phase begins that moves by
+    hand. Saves and loads that such an engine guards are no fault.
 
     Severity: now, at the first train step.
     """
     facts = it.facts
-    return (
-        isinstance(facts, EngineFacts)
-        and it.world.offloads
-        and "True" in (facts.offload_param, facts.offload_optimizer)
-    )
+    if not isinstance(facts, EngineFacts) or not it.world.offloads:
+        return False
+    due = it.world.expects("train", "eval", "move") or bool(it.world.said)
+    return due and "True" in (facts.offload_param, facts.offload_optimizer)
 
 
 @rule("DK901", kinds=(ENGINE,), severity="later", says=("set_storage",))
@@ -51,15 +51,13 @@ def flag_disagrees(it: Subject) -> bool:
 
     Seen in: verl #6604 #7103
 
-    Detected by: facts of the engine, before anything failed. An engine whose code knows no such flag has none to
-    disagree.
+    Detected by: facts of the engine, before anything failed: at a live look, or where a save or an export begins. An
+    engine whose code knows no such flag has none to disagree.
 
     Severity: later: the next save or export.
     """
     facts = it.facts
-    return (
-        isinstance(facts, EngineFacts)
-        and it.world.offloads
-        and facts.reads_policy_flag
-        and facts.uses_policy_flag != "True"
-    )
+    if not isinstance(facts, EngineFacts) or not it.world.offloads:
+        return False
+    due = it.world.expects("save", "export") or bool(it.world.said)
+    return due and facts.reads_policy_flag and facts.uses_policy_flag != "True"
