@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diagkit.views.figure import ViewFigure
+    from diagkit.views.maps import before_after, residency_map
     from diagkit.views.matrix import outcome_matrix
-    from diagkit.views.residency_map import before_after, residency_map
 
 __all__ = ["ViewFigure", "before_after", "outcome_matrix", "residency_map"]
 
 _HOMES = {
     "ViewFigure": "figure",
-    "before_after": "residency_map",
+    "before_after": "maps",
     "outcome_matrix": "matrix",
-    "residency_map": "residency_map",
+    "residency_map": "maps",
 }
 
 

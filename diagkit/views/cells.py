@@ -19,9 +19,7 @@ NAME = 9.0  # size of a device's name in a cell
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """``named``: write the device, because it differs from the cell before. ``fault``: a split here is one, and no
-    passing state.
-    """
+    """``named``: write the device, it differs from the cell before. ``fault``: a split here is one, not in passing."""
 
     named: bool = False
     fault: bool = True

@@ -54,9 +54,7 @@ class ViewFigure(Figure):
         return svg(self.scene)
 
     def to_html(self, whole_page: bool = False) -> str:
-        """HTML without script or outside reference: the picture, and its words to unfold. A fragment unless
-        ``whole_page``.
-        """
+        """The picture and its words, without script or outside reference: a fragment, or a whole page."""
         name = html_module.escape(self.title, quote=True)
         words = html_module.escape(self.to_text())
         fragment = (

@@ -66,7 +66,8 @@ def trace_html(trace: Trace) -> str:
         worst = max(story.every, key=lambda column: column.splits)
         moment = failure[1] if failure else worst.moment if not verdict.good else rank.moments[-1]
         parts += [_phases(rank), _residency(ResidencyTable.at(rank, moment))]
-    for problem in trace.problems[:8]:
+    troubles = [f"rank {one.rank}, the recorder itself: {trouble}" for one in trace for trouble in one.troubles]
+    for problem in [*trace.problems, *troubles][:8]:
         parts.append(f'<p class="bad">{escape(clean(problem))}</p>')
     return _framed("".join(parts))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diagkit.trace.patterns import compress
 from diagkit.trace.schema import BUFFER, PARAMETER
@@ -64,16 +64,28 @@ def gather(stories: Sequence[Story], expand: bool | str | Iterable[str] = (), li
         single = name if _expanded(name, expand) else None
         groups.setdefault((kind, model, part, tuple(numbers_of), single), []).append(tensor)
     several = len({model for _, model, _, _ in found}) > 1
-    placed: list[tuple[int, Line]] = []
+    placed: list[tuple[int, Line, str, str]] = []
     for tensors in groups.values():
         kind, model, _, part = tensors[0]
         histories = tuple(_cells(story, n) for story, n in zip(stories, found[tensors[0]], strict=True))
         for pattern in compress(name for _, _, name, _ in tensors):
-            label = _label(kind, f"{model}: {pattern.text}" if several else pattern.text, part)
+            name = f"{model}: {pattern.text}" if several else pattern.text
             first = order[(kind, model, pattern.names[0], part)]
-            placed.append((first, Line(label, kind, pattern.count, histories)))
-    lines = [line for _, line in sorted(placed, key=lambda entry: entry[0])]
+            placed.append((first, Line("", kind, pattern.count, histories), name, part))
+    lines = _join_parts(placed)
     return Page(tuple(lines), 0) if len(lines) <= limit else _fit(lines, limit)
+
+
+def _join_parts(placed: list[tuple[int, Line, str, str]]) -> list[Line]:
+    """Parts of one optimizer's state that live alike become one line: ``w [exp_avg, exp_avg_sq]``."""
+    joined: dict[tuple[object, ...], tuple[Line, str, list[str]]] = {}
+    for _, line, name, part in sorted(placed, key=lambda entry: entry[0]):
+        key = (name, line.kind, line.count, line.histories)
+        joined.setdefault(key, (line, name, []))[2].append(part)
+    return [
+        replace(line, label=_label(line.kind, name, ", ".join(filter(None, parts))), count=line.count * len(parts))
+        for line, name, parts in joined.values()
+    ]
 
 
 def _fit(lines: list[Line], limit: int) -> Page:

@@ -105,9 +105,7 @@ def text_width(text: str, size: float, bold: bool = False) -> float:
 
 
 def clean(text: str) -> str:
-    """The text on one line, without control, formatting and bidirectional characters: names in a trace come from
-    strangers.
-    """
+    """The text on one line, without control and bidirectional characters: names in a trace come from strangers."""
     kept = (" " if c in "\n\r\t" else c for c in text if c in "\n\r\t" or unicodedata.category(c)[0] != "C")
     return " ".join("".join(kept).split())
 
@@ -126,9 +124,7 @@ def shorten(text: str, limit: float, size: float, bold: bool = False) -> str:
 
 
 def wrap(text: str, limit: float, size: float, lines: int = 2, breaks: str = " ", bold: bool = False) -> list[str]:
-    """The text on at most so many lines of at most ``limit`` pixels, broken after one of ``breaks``; the last is
-    shortened.
-    """
+    """The text on so many lines of at most ``limit`` pixels, broken after one of ``breaks``; the last is shortened."""
     found: list[str] = []
     rest = text
     while rest and len(found) < lines - 1 and text_width(rest, size, bold) > limit:

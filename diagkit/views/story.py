@@ -39,9 +39,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One moment that is shown. ``splits`` counts the split tensors then, ``changed`` whether anything shown
-    changed.
-    """
+    """One moment. ``splits`` counts the tensors split then, ``changed`` says whether anything shown changed there."""
 
     moment: Moment
     phase: Phase

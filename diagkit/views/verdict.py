@@ -18,9 +18,7 @@ __all__ = ["Run", "Verdict", "context", "judge", "short_call", "split_runs"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``title`` answers where and when, ``sentence`` says what came of it, ``short`` is the title for a narrow
-    place.
-    """
+    """``title`` answers where and when, ``sentence`` says what came of it, ``short`` is a title for narrow places."""
 
     title: str
     sentence: str

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from diagkit.errors import UsageError
 from diagkit.trace.merged import Trace
 from diagkit.trace.reader import RankTrace
-from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, Cause
+from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, Cause, Frame
 from diagkit.views.lines import Page
 from diagkit.views.scene import clean, wrap
 from diagkit.views.story import Cell, Column, Story, tell
@@ -17,6 +17,7 @@ from diagkit.views.verdict import Verdict, short_call, split_runs
 __all__ = [
     "Note",
     "cause_text",
+    "frame_text",
     "left_out",
     "map_text",
     "moment_label",
@@ -78,18 +79,14 @@ def _known_call(cause: Cause) -> str:
 
 
 def passing(story: Story) -> set[int]:
-    """The shown columns whose split is no fault: it heals inside the phase in which it arose, before anything fails on
-    it.
-    """
+    """The shown columns whose split is no fault: it heals inside the phase where it arose, before anything fails."""
     quiet = [range(run.start, run.end + 1) for run in split_runs(story.every) if not run.lasting]
     position = {column.moment.index: i for i, column in enumerate(story.every)}
     return {c for c, column in enumerate(story.columns) if any(position[column.moment.index] in run for run in quiet)}
 
 
 def notes(story: Story, verdict: Verdict, limit: int = 4) -> list[Note]:
-    """What struck, column by column: the causes of splits and the failures first, then of other changes while there is
-    room.
-    """
+    """What struck, column by column: causes of splits and failures first, then of other changes while there is room."""
     runs = {run.start: run for run in split_runs(story.every)}
     position = {column.moment.index: i for i, column in enumerate(story.every)}
     found: list[tuple[int, int, str, bool]] = []  # weight, column, text, bad
@@ -99,7 +96,7 @@ def notes(story: Story, verdict: Verdict, limit: int = 4) -> list[Note]:
         run = runs.get(position[moment.index])
         if moment.failure is not None and not moment.failure.handled and not failed:
             failed = True
-            at = f"{clean(str(moment.cause.frame))}: " if moment.cause and moment.cause.frame else ""
+            at = f"{frame_text(moment.cause.frame)}: " if moment.cause and moment.cause.frame else ""
             found.append((0, c, f"{at}{clean(moment.failure.type)}: {clean(moment.failure.message)}", True))
         elif moment.cause is not None and run is not None:
             found.append((1 if run.lasting else 3, c, f"cause: {cause_text(moment.cause)}", run.lasting))
@@ -111,8 +108,15 @@ def notes(story: Story, verdict: Verdict, limit: int = 4) -> list[Note]:
 
 def cause_text(cause: Cause) -> str:
     """``"engine.py:41 save_checkpoint → load_model_to_device → Module.to → FSDPParam.reset_sharded_param"``."""
-    where = clean(f"{cause.frame}") + "  " if cause.frame else ""
+    where = f"{frame_text(cause.frame)}  " if cause.frame else ""
     return where + " → ".join(clean(step) for step in cause.chain or (cause.operation,))
+
+
+def frame_text(frame: Frame) -> str:
+    """``"engine.py:41 save_checkpoint"``; a line of a notebook by itself, for the file of a cell means nothing to anyone."""
+    if "ipykernel_" in frame.file or frame.file.startswith("<ipython-input"):
+        return clean(f"notebook, line {frame.line}: {frame.code or frame.function}")
+    return clean(str(frame))
 
 
 def panel_verdict(verdict: Verdict) -> str:
