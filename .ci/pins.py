@@ -1,7 +1,7 @@
 """Print constraints.txt anew from the environment this runs in:  .venv/bin/python .ci/pins.py > /tmp/new
 
-Each pin carries the Python that its release asks for, so that an older Python, on which pip must choose an older release,
-is not told to install what it cannot.
+Each pin carries the Python that its release asks for, so that an older Python, on which pip must choose an older
+release, is not told to install what it cannot.
 """
 
 import importlib.metadata

@@ -34,19 +34,19 @@ def main():
     start = time.monotonic()
     print("Setting up {} with Python {} and torch {} (once; later runs reuse it)".format(
         venv, platform.python_version(), args.torch), flush=True)
+    _say(1, "creating the environment")
     if not (venv / "bin" / "python").exists():
-        _say(1, "creating the environment")
         _create(venv)
     log = venv / "setup.log"
-    python = str(venv / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", *shlex.split(args.pip_args)]
-    constraints = _constraints(venv, args.torch)
-    index = ["--index-url", args.torch_index] if args.torch_index else []
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    pip += ["-c", _constraints(venv, args.torch), *shlex.split(args.pip_args)]
+    # The pip that a Python ships may be years old and resolves worse. No harm if a newer one is not to be had.
+    _pip([*pip, "--quiet", "pip", "setuptools"], log, must=False)
     _say(2, "installing torch {}".format(args.torch))
-    # pip itself comes along: the one that Python ships may be years old, and resolves worse and slower.
-    _pip([*pip, *index, "-c", constraints, "pip", "torch==" + args.torch, "numpy", "setuptools"], log)
+    index = ["--index-url", args.torch_index] if args.torch_index else []
+    _pip([*pip, *index, "torch==" + args.torch], log)
     _say(3, "installing diagkit[{}] and what it needs".format(args.extra))
-    _pip([*pip, "-c", constraints, "--no-build-isolation", "-e", "{}[{}]".format(ROOT, args.extra)], log)
+    _pip([*pip, "--no-build-isolation", "-e", "{}[{}]".format(ROOT, args.extra)], log)
     stamp.write_text(wanted)
     print("{} is ready after {:.0f} s".format(venv, time.monotonic() - start), flush=True)
     return 0
@@ -92,7 +92,7 @@ def _constraints(venv, torch):
     return str(path)
 
 
-def _pip(command, log):
+def _pip(command, log, must=True):
     """Run pip, its talk in a log, one short line of progress on the screen."""
     begun, done, doing = time.monotonic(), 0, "found {} packages"
     live = sys.stdout.isatty()
@@ -114,7 +114,7 @@ def _pip(command, log):
         code = process.wait()
     if live:
         print("\r" + " " * 60 + "\r", end="", flush=True)
-    if code:
+    if code and must:
         words = [line for line in log.read_text().splitlines() if line.startswith("ERROR")][-3:]
         _stop("pip could not install: " + (" | ".join(words) or "no reason given"),
               "The whole talk is in {}. Behind a mirror set PIP_INDEX_URL, or TORCH_INDEX for torch alone".format(log))
