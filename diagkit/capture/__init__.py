@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from diagkit.capture.recorder import Recorder, start
+from diagkit.capture.begin import start
+from diagkit.capture.recorder import Recorder
 from diagkit.capture.residency import residency
 from diagkit.trace.reader import RankTrace, read_rank
 
@@ -38,8 +39,9 @@ def record(
     and reshard, gradients and device copies.
 
     Raises:
-        UsageError: an unknown detail.
-        TraceError: the folder cannot be written, or holds a trace already (``overwrite=True`` replaces it).
+        UsageError: an unknown detail, or something that is no model.
+        TraceError: the folder is a file, or holds a trace already (``overwrite=True`` replaces it). A folder that
+            cannot be written is a warning, and the block runs unrecorded.
 
     Example::
 

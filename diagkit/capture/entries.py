@@ -8,13 +8,14 @@ at all.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from diagkit import torch_internals as internals
-from diagkit.capture.facts import OptimizerWatch
+from diagkit.capture.facts import OptimizerWatch, nowhere
 from diagkit.capture.residency import NO_STORAGE, Key, read, read_managed
 
 #: Key and storage of a tensor that is not there.
@@ -36,11 +37,20 @@ class Slot:
     __slots__ = ("managed", "module", "name", "sharded", "tie")
 
     def __init__(self, module: weakref.ref[nn.Module], name: str, record: Any | None, tie: bool) -> None:
-        self.module = module
+        self.module: Callable[[], nn.Module | None] = module
         self.name = name
         self.managed = None if record is None else weakref.ref(record)  # FSDP2's record of the parameter
         self.tie = tie  # an earlier slot holds the same tensor
         self.sharded = internals.sharded()
+
+    def become(self, other: Slot) -> None:
+        """The place has been looked at anew: FSDP2 may manage it now."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(other, name))
+
+    def leave(self) -> None:
+        """The model has no such place any more."""
+        self.module, self.managed = nowhere, None
 
     def tensor(self) -> torch.Tensor | None:
         """FSDP2's sharded parameter (also while the slot holds the gathered one), or what the slot holds."""
@@ -75,9 +85,13 @@ class Buffer:
     __slots__ = ("module", "name", "tie")
 
     def __init__(self, module: weakref.ref[nn.Module], name: str, tie: bool) -> None:
-        self.module = module
+        self.module: Callable[[], nn.Module | None] = module
         self.name = name
         self.tie = tie
+
+    def leave(self) -> None:
+        """The model has no such place any more."""
+        self.module = nowhere
 
     def tensor(self) -> torch.Tensor | None:
         module = self.module()
@@ -120,16 +134,15 @@ class State:
         self.part = part
 
     def tensor(self) -> torch.Tensor | None:
-        optimizer, parameter = self.watch.optimizer(), self.slot.tensor()
-        if optimizer is None or parameter is None:
-            return None
-        state = optimizer.state.get(parameter)  # a defaultdict: asking must not add to it
+        state = self.watch.state_of(self.slot)
         value = None if state is None else state.get(self.part)
         return value if isinstance(value, torch.Tensor) else None
 
     def read(self, known: Key | None, storage: int) -> Reading:
         value = self.tensor()
-        return GONE if value is None else read(value, _like(self.slot.tensor(), value), known, storage)
+        if value is None:
+            return GONE
+        return read(value, None if known is not None else _like(self.slot.tensor(), value), known, storage)
 
 
 class Handed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -21,15 +21,23 @@ ENGINE_FLAGS = {
 }
 
 
+def nowhere() -> None:
+    """In place of a weak reference to what has left the model."""
+
+
 @dataclass(slots=True)
 class GroupWatch:
     """One FSDP2 parameter group, its fixed part read once. A root without parameters of its own has no group."""
 
-    state: weakref.ref[Any]
+    state: Callable[[], Any]
     group: weakref.ref[Any] | None
     fixed: dict[str, Any] | None = None
     last: tuple[Any, ...] | None = None
     facts: GroupFacts | None = None
+
+    def leave(self) -> None:
+        """The model has no such group any more."""
+        self.state = nowhere
 
     def read(self) -> GroupFacts | None:
         """The group's facts now, None when it is gone. Never raises."""
@@ -96,6 +104,21 @@ class OptimizerWatch:
 
     optimizer: weakref.ref[torch.optim.Optimizer]
     known: int = -1  # entries of its state when rows were last made
+    _slot: Any = None  # the slot asked for last, and its state: parts of one parameter are read one after another
+    _state: Any = None
+
+    def state_of(self, slot: Any) -> Any | None:
+        """The state of the parameter in this slot, None where there is none. `forget` must follow before long."""
+        if slot is not self._slot:
+            optimizer, parameter = self.optimizer(), slot.tensor()
+            # `state` is a defaultdict: asking must not add to it.
+            self._state = None if optimizer is None or parameter is None else optimizer.state.get(parameter)
+            self._slot = slot
+        return self._state
+
+    def forget(self) -> None:
+        """Lets go of the state asked for last."""
+        self._slot = self._state = None
 
     def read(self, live: Iterable[torch.Tensor]) -> OptimizerFacts | None:
         """Its facts against the live parameters of the watched models; None when it is gone."""

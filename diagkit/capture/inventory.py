@@ -20,7 +20,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from diagkit import torch_internals as internals
-from diagkit.capture.entries import Gradient, Handed, State
+from diagkit.capture.entries import Gradient, Handed, Slot, State
 from diagkit.capture.facts import EngineWatch, OptimizerWatch
 from diagkit.capture.residency import Key, decode, quiet
 from diagkit.capture.survey import survey
@@ -79,6 +79,7 @@ class Inventory:
         self._known: dict[Any, int] = {}  # key -> number of its record
         self._index: dict[tuple[str, str, str, str], int] = {}  # kind, model, name, part -> row
         self._optimizers: list[OptimizerWatch] = []
+        self.faults: list[str] = []  # what went wrong while reading, as text: an exception would keep tensors alive
         self._afresh = False  # read also what a storage that is still the same one cannot change
 
     # ---- what is watched
@@ -114,12 +115,28 @@ class Inventory:
         """Whether this very module belongs to a watched model."""
         return any(id(module) in model.names for model in self.models)
 
-    def module_name(self, module: object) -> str:
+    def concerns(self, subject: object) -> bool:
+        """Whether a call on this module, FSDP2 part or optimizer is about what is watched. Strangers that belong to no
+        model (a state dict on its way to a disk) concern everybody."""
+        if isinstance(subject, torch.optim.Optimizer):
+            return not self._optimizers or any(watch.optimizer() is subject for watch in self._optimizers)
+        module = subject if isinstance(subject, nn.Module) else internals.module_of(subject)
+        if module is None or self.watches(module):
+            return True
+        if self.dirty:
+            self.look_again()  # it may be one of those that were just added
+        return self.watches(module)
+
+    def subject_name(self, subject: object) -> str:
         """``"layers.0"`` (after its model's label where several are watched); a class name for roots and strangers."""
+        module = subject if isinstance(subject, nn.Module) else internals.module_of(subject)
         for model in self.models:
-            if name := model.names.get(id(module)):
-                return name if len(self.models) == 1 else f"{model.label}.{name}"
-        return type(module).__name__
+            name = model.names.get(id(module))
+            if name is not None and len(self.models) > 1:
+                return f"{model.label}.{name}" if name else model.label
+            if name:
+                return name
+        return type(subject if module is None else module).__name__
 
     def live_parameters(self) -> Iterator[torch.Tensor]:
         """The trained parameter of every slot of every model, ties once."""
@@ -138,10 +155,16 @@ class Inventory:
                 self._take_in(model, root)
 
     def _take_in(self, model: Model, root: nn.Module) -> None:
-        found = survey(root, model.label)
-        model.names = found.names
-        for block in (found.parameters, found.buffers, found.groups):
-            self._add(block)
+        with quiet():
+            found = survey(root, model.label)
+            model.names = found.names
+            there: set[tuple[str, str, str, str]] = set()
+            for block in (found.parameters, found.buffers, found.groups):
+                there.update((row.kind, row.model, row.name, row.part) for row, _ in block)
+                self._add(block)
+        for key, row in self._index.items():
+            if key[0] in (PARAMETER, BUFFER, GROUP) and key[1] == model.label and key not in there:
+                self._entries[row].leave()
 
     def _add(self, found: Iterable[tuple[Row, Any]]) -> None:
         """Gives each its row: a known name keeps its number and gets its new entry, the others become a new block."""
@@ -150,6 +173,8 @@ class Inventory:
             number = self._index.get((row.kind, row.model, row.name, row.part))
             if number is None:
                 new.append((row, entry))
+            elif isinstance(known := self._entries[number], Slot):
+                known.become(entry)  # gradients and optimizer states look through the same slot
             else:
                 self._entries[number] = entry
         if not new:
@@ -182,15 +207,35 @@ class Inventory:
         """
         changes: list[Change] = []
         self._afresh = afresh
+        try:
+            self._scan(kinds, changes)
+        finally:
+            for watch in self._optimizers:
+                watch.forget()
+        return merge(changes)
+
+    def _scan(self, kinds: frozenset[str], changes: list[Change]) -> None:
         with quiet():
             if GRADIENT in kinds:
-                self._find_gradients()
+                self._shielded("gradients", self._find_gradients)
             if OPTIMIZER_STATE in kinds:
-                self._find_states()
+                self._shielded("optimizer states", self._find_states)
             for kind, block in self._blocks:
                 if kind in kinds:
-                    (self._read_tensors if kind in TENSOR_KINDS else self._read_facts)(block, changes)
-        return merge(changes)
+                    read_row = self._read_tensors if kind in TENSOR_KINDS else self._read_facts
+                    rows = iter(block)
+                    # One row that cannot be read must not hide those behind it.
+                    while not self._shielded(kind, read_row, rows, changes):
+                        pass
+
+    def _shielded(self, what: str, method: Callable[..., None], *args: Any) -> bool:
+        try:
+            method(*args)
+        except Exception as error:
+            if len(self.faults) < 100:
+                self.faults.append(f"reading {what}: {type(error).__name__}: {error}"[:500])
+            return False
+        return True
 
     def state(self, exchanged: set[int]) -> list[Change]:
         """The whole state as last read; ``exchanged``: rows whose storage was exchanged since the last moment."""
@@ -198,22 +243,22 @@ class Inventory:
             [Change(row, 1, number, row in exchanged) for row, number in enumerate(self._numbers) if number != ABSENT]
         )
 
-    def _read_tensors(self, block: range, changes: list[Change]) -> None:
+    def _read_tensors(self, rows: Iterator[int], changes: list[Change]) -> None:
         keys, storages, entries, afresh = self._keys, self._storages, self._entries, self._afresh
-        for row in block:
+        for row in rows:
             known, held = keys[row], storages[row]
             key, storage = entries[row].read(None if afresh else known, held)
             if storage != held or key != known:
                 self._note(row, key, storage, changes)
 
-    def _read_facts(self, block: range, changes: list[Change]) -> None:
-        for row in block:
+    def _read_facts(self, rows: Iterator[int], changes: list[Change]) -> None:
+        for row in rows:
             entry = self._entries[row]
             facts = entry.read(self.live_parameters()) if isinstance(entry, OptimizerWatch) else entry.read()
             if facts is self._keys[row]:
                 continue
-            self._keys[row] = facts
             number = ABSENT if facts is None else self._number(facts)
+            self._keys[row] = facts
             if number != self._numbers[row]:
                 self._numbers[row] = number
                 changes.append(Change(row, 1, number))
@@ -222,11 +267,11 @@ class Inventory:
         before = self._storages[row]
         # A gradient has a new storage every step: no exchange worth telling.
         exchanged = 0 != before != storage != 0 and self._numbers[row] != ABSENT and self.rows[row].kind != GRADIENT
-        if before != storage:
-            self._storages[row] = storage
-            self._held[row] = self._hold(row, storage)
-        self._keys[row] = key
         number = self._number_of(key)
+        if before != storage:
+            self._held[row] = self._hold(row, storage)
+            self._storages[row] = storage
+        self._keys[row] = key
         if number != self._numbers[row] or exchanged:
             self._numbers[row] = number
             changes.append(Change(row, 1, number, exchanged))

@@ -22,11 +22,20 @@ from diagkit.capture import hooks
 from diagkit.capture.cause import from_stack, from_traceback
 from diagkit.capture.hooks import Call, Operation
 from diagkit.capture.inventory import EVERYTHING, MODEL, STATES, Inventory
-from diagkit.capture.process import describe
 from diagkit.capture.residency import quiet, read
-from diagkit.errors import UsageError
-from diagkit.trace.schema import CALL, DETAILS, ENTER, EXIT, FAILURE, MARK, TENSOR_KINDS, Cause, Failure, Row
-from diagkit.trace.writer import MemorySink, TraceWriter
+from diagkit.trace.schema import (
+    CALL,
+    ENTER,
+    EXIT,
+    FAILURE,
+    MARK,
+    TENSOR_KINDS,
+    Cause,
+    Change,
+    Failure,
+    Row,
+)
+from diagkit.trace.writer import TraceWriter
 
 _SCOPES: dict[str, frozenset[str]] = {
     "model": MODEL,
@@ -58,26 +67,29 @@ class Recorder:
         self._lock = threading.RLock()
         self._phases: list[_OpenPhase] = []
         self._ordinal = 0
-        self._told: int = 0  # id of the exception told last, so that it is told once on its way up
+        self._told: tuple[Any, ...] = ()  # marks of the exception told last, so that it is told once on its way up
         self._troubles = 0
         self._pid = os.getpid()
         self._closed = False
         self._inventory = Inventory(self._define, writer.fact_id)
+        self._unwritten: list[list[Change]] = []  # read, and not yet in the trace
 
     # ---- what is watched
 
     def watch(
         self,
         model: nn.Module | Mapping[str, nn.Module] | None = None,
-        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        optimizer: Any = None,
         engine: object | None = None,
     ) -> None:
         """Takes models (by label, where there are several), optimizers and an engine's flags in."""
+        if self._away():
+            return
         with self._guarded("watch"):
             for label, root in model.items() if isinstance(model, Mapping) else [("model", model)]:
                 if root is not None:
                     self._inventory.add_model(root, label)
-            for one in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
+            for one in [optimizer] if hasattr(optimizer, "param_groups") else optimizer or ():
                 self._inventory.add_optimizer(one)
             if engine is not None:
                 self._inventory.add_engine(engine)
@@ -92,8 +104,14 @@ class Recorder:
     @contextlib.contextmanager
     def phase(self, name: str, label: str = "") -> Iterator[None]:
         """One engine operation: what happens inside belongs to it. An exception is told and goes on its way."""
+        if self._away():
+            yield
+            return
         caller = sys._getframe(2)
-        opened = self._enter(name, label, caller)
+        while caller.f_back is not None and caller.f_globals.get("__name__") == "contextlib":  # an ExitStack
+            caller = caller.f_back
+        opened = self._enter(name, label, id(caller))
+        del caller
         try:
             yield
         except BaseException as error:
@@ -105,42 +123,57 @@ class Recorder:
 
     def mark(self, label: str) -> None:
         """A snapshot of everything now, under this label."""
+        if self._away():
+            return
         with self._guarded("mark"):
             self._moment(MARK, label, EVERYTHING)
 
     def exported(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Passes (name, tensor) pairs through one by one, reads where each tensor lives, keeps none."""
+        if self._away():
+            yield from tensors
+            return
         readings: list[tuple[str, Any, Any, int]] = []
         try:
-            for name, tensor in tensors:
-                if isinstance(tensor, torch.Tensor):
-                    with self._guarded("export"), quiet():
-                        readings.append((name, tuple(tensor.shape), *read(tensor)))
-                yield name, tensor
+            for pair in tensors:
+                with self._guarded("export"), quiet():
+                    name, tensor = pair
+                    if isinstance(tensor, torch.Tensor):
+                        readings.append((str(name), tuple(tensor.shape), *read(tensor)))
+                    del tensor
+                box = [pair]
+                del pair
+                yield box.pop()  # so that the consumer alone decides how long it lives
         finally:
             with self._guarded("export"):
-                changes = self._inventory.exported(readings)
-                self._write(CALL, f"export: {len(readings)} tensors", changes)
+                self._unwritten.append(self._inventory.exported(readings))
+                self._write(CALL, f"export: {len(readings)} tensors")
 
     def close(self, reason: str = "closed") -> None:
         """Ends the recording: patches out, a last snapshot, the trace closed. A second time is harmless."""
-        if self._closed:
+        if self._away():
             return
-        hooks.remove(self)
+        with self._guarded("close"):
+            hooks.remove(self)
         with self._guarded("close"):
             for opened in reversed(self._phases):
                 self._moment(EXIT, f"{opened.name}: cut", EVERYTHING, calls=opened.calls, phase=opened.ordinal)
             self._phases.clear()
             if self._ordinal or self._detail != "phases":
                 self._moment(MARK, "end", EVERYTHING)
-        self._closed = True
-        self._writer.close(reason)
+        with self._guarded("close"):
+            self._closed = True
+            self._writer.close(reason)
 
-    def _enter(self, name: str, label: str, caller: Any) -> _OpenPhase:
+    def _away(self) -> bool:
+        """Whether there is nothing to record any more: closed, or this is a forked child."""
+        return self._closed or os.getpid() != self._pid
+
+    def _enter(self, name: str, label: str, caller: int) -> _OpenPhase:
         with self._lock:
             self._ordinal += 1
             parent = self._phases[-1].ordinal if self._phases else 0
-            opened = _OpenPhase(self._ordinal, name, id(caller))
+            opened = _OpenPhase(self._ordinal, name, caller)
             self._phases.append(opened)
         with self._guarded("phase"):
             if self._detail != "phases":
@@ -150,6 +183,8 @@ class Recorder:
         return opened
 
     def _leave(self, opened: _OpenPhase) -> None:
+        if self._away():
+            return
         with self._guarded("phase"):
             if opened in self._phases:
                 self._moment(EXIT, f"{opened.name}: exit", EVERYTHING, calls=opened.calls, phase=opened.ordinal)
@@ -157,13 +192,13 @@ class Recorder:
             if opened in self._phases:
                 self._phases.remove(opened)
             if not self._phases:
-                self._told = 0
+                self._told = ()
 
     def _fail(self, opened: _OpenPhase, error: BaseException) -> None:
-        if isinstance(error, GeneratorExit):
+        if isinstance(error, GeneratorExit) or self._away():
             return
-        again = self._told == id(error)
-        self._told = id(error)
+        again = self._told == _marks(error)
+        self._told = _marks(error)
         if not again:
             cause = from_traceback(opened.name, error.__traceback__)
             failure = Failure(type(error).__name__, str(error), opened.name)
@@ -179,20 +214,18 @@ class Recorder:
     # ---- observed calls (the Listener of hooks.py)
 
     def wants(self, operation: Operation, subject: object) -> bool:
-        """Whether a call is worth a moment: on a watched module, or on anything that is no module."""
-        if self._closed or os.getpid() != self._pid:
+        """Whether a call is about what is watched."""
+        if self._away():
             return False
-        if isinstance(subject, nn.Module):
-            return self._inventory.watches(subject)
-        return True
+        with self._lock:
+            return self._inventory.concerns(subject)
 
     def before(self, call: Call) -> None:
         """Takes in what changed since the last moment, so that this call is not blamed for it."""
         if call.operation.notable:
             with self._lock:
-                changes = self._read(_SCOPES[call.operation.scope] & _TENSORS)
-                if changes:
-                    self._write(MARK, f"before {call.operation.name}", changes)
+                if self._read(_SCOPES[call.operation.scope] & _TENSORS):
+                    self._write(MARK, f"before {call.operation.name}")
 
     def after(self, call: Call) -> None:
         """Tells what the call changed."""
@@ -208,17 +241,15 @@ class Recorder:
                 self._inventory.forget_states()
             changes = self._read(_SCOPES[operation.scope], stepped=operation is hooks.STEP)
             if changes or operation.notable:
-                target = self._inventory.module_name(call.subject) if call.subject is not None else ""
-                cause = from_stack(operation.name, call.nested, target, self._base())
-                self._write(CALL, self._label(cause, operation), changes, cause=cause)
+                cause = self._cause(call)
+                self._write(CALL, self._label(cause, operation), cause=cause)
 
     def failed(self, call: Call, error: BaseException) -> None:
         """Tells what the call had changed when it raised."""
         with self._lock:
             self._count(call.operation.name)
-            self._told = id(error)
-            target = self._inventory.module_name(call.subject) if call.subject is not None else ""
-            cause = from_stack(call.operation.name, call.nested, target, self._base())
+            self._told = _marks(error)
+            cause = self._cause(call)
             failure = Failure(type(error).__name__, str(error), (call.nested or [call.operation.name])[-1])
             self._moment(
                 FAILURE, f"{call.operation.name}: {type(error).__name__}", EVERYTHING, cause=cause, failure=failure
@@ -235,36 +266,55 @@ class Recorder:
             self._troubles += 1
             if self._troubles <= TROUBLES:
                 self._writer.trouble(where, f"{type(error).__name__}: {error}", self._now())
+            else:
+                self._writer.ask_key()
 
     # ---- writing
 
     def _define(self, rows: list[Row], local_shapes: list[tuple[int, ...] | None]) -> None:
         self._writer.table(rows, local_shapes, self._now())
 
-    def _read(self, kinds: frozenset[str], stepped: bool = False, afresh: bool = False) -> list[Any]:
+    def _read(self, kinds: frozenset[str], stepped: bool = False, afresh: bool = False) -> list[Change]:
         if self._inventory.dirty:
             self._inventory.look_again()
         if stepped and not self._inventory.new_states():
             return []  # a step changes no residency but by the states that it makes the first time
-        return self._inventory.scan(kinds, afresh)
+        changes = self._inventory.scan(kinds, afresh)
+        if changes:
+            self._unwritten.append(changes)
+        faults, self._inventory.faults = self._inventory.faults, []
+        for fault in faults:
+            self.trouble("inventory", RuntimeError(fault))
+        return changes
 
     def _moment(self, kind: str, label: str, kinds: frozenset[str], **more: Any) -> None:
         with self._lock:
             afresh = kind in (MARK, FAILURE) or self._writer.wants_key()
-            self._write(kind, label, self._read(kinds, afresh=afresh), **more)
+            self._read(kinds, afresh=afresh)
+            self._write(kind, label, **more)
 
-    def _write(self, kind: str, label: str, changes: list[Any], phase: int | None = None, **more: Any) -> None:
-        key = self._writer.wants_key()
+    def _write(self, kind: str, label: str, phase: int | None = None, **more: Any) -> None:
+        """A moment with all that was read since the last one that was written."""
+        # More than one reading: a fault of ours came between, and only the whole state is sure to be right.
+        key = self._writer.wants_key() or len(self._unwritten) > 1
         if key:
             # Exchanges since the last moment must not be lost in a whole state.
             exchanged = {
                 row
+                for changes in self._unwritten
                 for change in changes
                 if change.exchanged
                 for row in range(change.start, change.start + change.count)
             }
-            changes = self._inventory.state(exchanged)
-        self._writer.moment(kind, label, self._now() if phase is None else phase, changes, key=key, **more)
+            told = self._inventory.state(exchanged | self._writer.unwritten_exchanges)
+        else:
+            told = self._unwritten[0] if self._unwritten else []
+        self._writer.moment(kind, label, self._now() if phase is None else phase, told, key=key, **more)
+        self._unwritten = []
+
+    def _cause(self, call: Call) -> Cause:
+        target = "" if call.subject is None else self._inventory.subject_name(call.subject)
+        return from_stack(call.operation.name, call.nested, target, self._base())
 
     def _now(self) -> int:
         return self._phases[-1].ordinal if self._phases else 0
@@ -295,30 +345,10 @@ class Recorder:
                 self.trouble(where, error)
 
 
-def start(
-    model: nn.Module | Mapping[str, nn.Module] | None,
-    optimizer: Any = None,
-    *,
-    out: str | os.PathLike[str] | None,
-    detail: str = "transitions",
-    engine: object | None = None,
-    run: str | None = None,
-    job: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-) -> Recorder:
-    """A recorder at work; ``out=None`` keeps the trace in memory.
-
-    Raises:
-        UsageError: unknown detail, or nothing to watch.
-        TraceError: the folder cannot be written, or holds a trace already.
-    """
-    if detail not in DETAILS:
-        raise UsageError("unknown detail", found=detail, expected=", ".join(DETAILS), remedy="Choose one of these")
-    header = describe(detail, run, job)
-    writer = TraceWriter(MemorySink(), header) if out is None else TraceWriter.create(out, header, overwrite=overwrite)
-    recorder = Recorder(writer, detail)
-    recorder.watch(model, optimizer, engine)
-    if detail != "phases":
-        hooks.add(recorder)
-    recorder.mark("start")
-    return recorder
+def _marks(error: BaseException) -> tuple[Any, ...]:
+    """What tells an exception from another without keeping it: an address alone is soon used again."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    where = () if last is None else (id(last.tb_frame.f_code), last.tb_lasti)
+    return (id(error), type(error).__name__, *where)

@@ -1,0 +1,69 @@
+"""Sets a recorder to work: checks what it was given, opens the trace, watches, and looks for the first time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from diagkit.capture import hooks
+from diagkit.capture.process import describe
+from diagkit.capture.recorder import Recorder
+from diagkit.errors import TraceError, UsageError
+from diagkit.trace.schema import DETAILS, Header
+from diagkit.trace.writer import MemorySink, NullSink, TraceWriter
+
+
+def start(
+    model: nn.Module | Mapping[str, nn.Module] | None,
+    optimizer: Any = None,
+    *,
+    out: str | os.PathLike[str] | None,
+    detail: str = "transitions",
+    engine: object | None = None,
+    run: str | None = None,
+    job: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Recorder:
+    """A recorder at work; ``out=None`` keeps the trace in memory.
+
+    Raises:
+        UsageError: unknown detail, or something that is no model.
+        TraceError: the folder is a file, or holds a trace already. A folder that cannot be written is a warning.
+    """
+    if detail not in DETAILS:
+        raise UsageError("unknown detail", found=detail, expected=", ".join(DETAILS), remedy="Choose one of these")
+    for root in model.values() if isinstance(model, Mapping) else (model,):
+        if root is not None and not isinstance(root, nn.Module):
+            raise UsageError(
+                "this cannot be watched",
+                found=type(root).__name__,
+                expected='a torch.nn.Module, or several as {"actor": actor, "ref": ref}',
+            )
+    recorder = Recorder(_writer(out, describe(detail, run, job), overwrite), detail)
+    recorder.watch(model, optimizer, engine)
+    if detail != "phases":
+        with recorder._guarded("start"):
+            hooks.add(recorder)
+    recorder.mark("start")
+    return recorder
+
+
+def _writer(out: str | os.PathLike[str] | None, header: Header, overwrite: bool) -> TraceWriter:
+    if out is None:
+        return TraceWriter(MemorySink(), header)
+    try:
+        return TraceWriter.create(out, header, overwrite=overwrite)
+    except TraceError as error:
+        # A wrong argument is told at once. What a job meets only on some node (no rights, a full disk) must not end it.
+        if not isinstance(error.__cause__, OSError) or isinstance(
+            error.__cause__, (FileExistsError, NotADirectoryError)
+        ):
+            raise
+        with contextlib.suppress(Exception):
+            warnings.warn(f"diagkit records nothing: {error} The job goes on.", RuntimeWarning, stacklevel=4)
+        return TraceWriter(NullSink(), header)
