@@ -220,6 +220,16 @@ def group_params(group: Any) -> list[Any]:
     return list(getattr(group, "fsdp_params", ()))
 
 
+def module_of(part: Any) -> nn.Module | None:
+    """The module that an FSDPState, FSDPParamGroup or FSDPParam belongs to, None for anything else."""
+    info = getattr(part, "_module_info", None)
+    module = getattr(info, "module", None)
+    if module is None:
+        modules = getattr(part, "_modules", None) or getattr(part, "modules", None)
+        module = modules[0] if isinstance(modules, tuple) and modules else None
+    return module if isinstance(module, nn.Module) else None
+
+
 def param_slots(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
     """Every module slot that holds this parameter, the first one first (more than one: tied)."""
     info = fsdp_param._module_info
