@@ -1,12 +1,13 @@
 """Set the lab's cell beside verl's and name what differs.
 
-Compared: the outcome and its exception, where every parameter and buffer rests after the initialisation and after the
-operation (or at its failure), whether storages were exchanged, where exported tensors are, whether values are right.
-Counts are not compared, the two models differ; what is compared is the set of places.
+Compared: the outcome and its exception, where every parameter and buffer rests after the initialisation, inside the
+operation and after it (or at its failure), whether storages were exchanged, where exported tensors are, whether
+values are right. Counts are not compared, the two models differ; what is compared is the set of places.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,23 +19,24 @@ Facts = dict[str, str]
 
 @dataclass(frozen=True)
 class KnownDifference:
-    """A difference that is there for a reason: in which cells, in which fact, and why."""
+    """A difference that is there for a reason: in which cells and facts, what each side says, and why."""
 
     engine: str
     releases: tuple[str, ...]
-    fact: str
+    offloads: tuple[str, ...]
+    facts: tuple[str, ...]
+    real: str
+    lab: str
     reason: str
-    offloads: tuple[str, ...] = ("policy", "manual", "both")
-    operations: tuple[str, ...] = ()
 
-    def covers(self, cell: Cell, fact: str) -> bool:
-        """Say whether this explains a difference in ``fact`` of a real engine's ``cell``."""
+    def covers(self, cell: Cell, fact: str, real: str, lab: str) -> bool:
+        """Say whether this explains that the real engine says ``real`` in ``cell`` where the lab's says ``lab``."""
         return (
             cell.engine == self.engine
             and cell.release in self.releases
-            and fact == self.fact
             and cell.offload in self.offloads
-            and (not self.operations or cell.operation in self.operations)
+            and fact in self.facts
+            and (real, lab) == (self.real, self.lab)
         )
 
 
@@ -62,9 +64,9 @@ def facts_of(reports: Iterable[Mapping[str, Any]]) -> Facts:
 
 def _facts_of_rank(report: Mapping[str, Any]) -> Facts:
     facts = {"outcome": outcome(report)}
-    for moment in ("init", "end", "failure"):
+    for moment in ("init", "inside", "end", "failure"):
         for kind, counts in report["residency"].get(moment, {}).items():
-            facts[f"{kind} at {moment}"] = _places(counts)
+            facts[f"{kind}, {moment}"] = _places(counts)
     if "storages_exchanged" in report:
         exchanged, of = report["storages_exchanged"].split("/")
         facts["storages exchanged"] = {"0": "none", of: "all"}.get(exchanged, "some")
@@ -105,31 +107,29 @@ def differences(cell: Cell, real: Facts, lab: Facts, known: Iterable[KnownDiffer
     for fact in sorted({*real, *lab}):
         left, right = real.get(fact, "-"), lab.get(fact, "-")
         if left != right:
-            reason = next((difference for difference in known if difference.covers(cell, fact)), None)
+            reason = next((difference for difference in known if difference.covers(cell, fact, left, right)), None)
             found.append(Difference(cell, fact, left, right, reason))
     return found
 
 
 def table(rows: Iterable[tuple[Cell, Facts, Facts, list[Difference]]]) -> str:
     """Lay the comparison out for people: a line for each cell, then each difference with its reason."""
-    lines = [f"{'real engine, first operation':44}{'verl':58}{'lab':6}{'residency at rest > after it'}"]
-    named: dict[tuple[str, str, str], int] = {}
+    lines = [f"{'real engine, first operation':44}{'verl':58}{'lab':6}{'parameters at rest > inside > after'}"]
+    named: Counter[KnownDifference] = Counter()
     for cell, real, _, found in rows:
         unknown = [difference for difference in found if difference.known is None]
         verdict = "DIFFERS" if unknown else "named" if found else "same"
-        where = f"{real.get('parameters at init', '-')} > " + (
-            real.get("parameters at end") or real.get("parameters at failure", "-")
-        )
+        moments = ("init", "inside", "end", "failure")
+        where = " > ".join(real[f"parameters, {moment}"] for moment in moments if f"parameters, {moment}" in real)
         groups = "" if "gloo" in cell.groups else " (hccl alone)"
         what = f"{cell.release} {cell.engine} {cell.offload} {cell.ranks}x {cell.operation}{groups}"
         lines.append(f"{what:44}{real['outcome'][:56]:58}{verdict:8}{where}")
         for difference in unknown:
             lines.append(f"    {difference.fact}: verl {difference.real!r}, lab {difference.lab!r}")
-        for difference in found:
-            if difference.known is not None:
-                key = (difference.known.engine, difference.known.fact, difference.known.reason)
-                named[key] = named.get(key, 0) + 1
+        named.update({difference.known for difference in found if difference.known is not None})
     if named:
         lines += ["", "Named differences:"]
-        lines += [f"  {engine}, {fact} ({count} cells): {reason}" for (engine, fact, reason), count in named.items()]
+    for known, count in named.items():
+        where = f"{known.engine} engine of {', '.join(known.releases)}, {count} cells"
+        lines.append(f"  {where}: verl {known.real}, lab {known.lab}. {known.reason}")
     return "\n".join(lines)

@@ -91,6 +91,7 @@ def run_rank(cell: Cell, rank: int, out: Path, model: Path) -> None:
         engine.initialize()
         before = observe.storages(engine.module)
         report.facts["residency"]["init"] = observe.residency(engine.module)
+        observe.watch(engine.module, report.facts["residency"])
         report.write(stage=cell.operation)
         extra = operations.OPERATIONS[cell.operation](side, engine, cell, rank, out, model)
         after = observe.storages(engine.module)

@@ -28,6 +28,22 @@ def residency(module: torch.nn.Module) -> dict[str, dict[str, int]]:
     return {"parameters": _count(module.parameters()), "buffers": _count(module.buffers())}
 
 
+def watch(module: torch.nn.Module, moments: dict[str, Any]) -> None:
+    """Put into ``moments["inside"]`` the residency at the operation's first use of the module.
+
+    That is after whatever the engine moved beforehand, and before it moves anything back: at the first ``state_dict``,
+    ``load_state_dict`` or forward of the root.
+    """
+
+    def note(*_: Any) -> None:
+        moments.setdefault("inside", residency(module))
+
+    module.register_state_dict_pre_hook(note)
+    module.register_load_state_dict_pre_hook(note)
+    # Before FSDP's own hook, whose check is what refuses a split parameter.
+    module.register_forward_pre_hook(note, prepend=True)
+
+
 def storages(module: torch.nn.Module) -> dict[str, torch.UntypedStorage]:
     """Hold each parameter's storage, to see later whether it was exchanged.
 
