@@ -44,13 +44,22 @@ def start(
                 found=type(root).__name__,
                 expected='a torch.nn.Module, or several as {"actor": actor, "ref": ref}',
             )
-    recorder = Recorder(_writer(out, describe(detail, run, job), overwrite), detail)
+    recorder = Recorder(_writer(out, _header(detail, run, job), overwrite), detail)
     recorder.watch(model, optimizer, engine)
     if detail != "phases":
         with recorder._guarded("start"):
             hooks.add(recorder)
     recorder.mark("start")
     return recorder
+
+
+def _header(detail: str, run: str | None, job: Mapping[str, Any] | None) -> Header:
+    try:
+        return describe(detail, run, job)
+    except Exception as error:  # what cannot be told about a process is no reason to disturb it
+        rank = os.environ.get("RANK", "")
+        why = f"{type(error).__name__}: {error}"[:200]
+        return Header(run=run or "", rank=int(rank) if rank.isdigit() else 0, detail=detail, job={"undescribed": why})
 
 
 def _writer(out: str | os.PathLike[str] | None, header: Header, overwrite: bool) -> TraceWriter:

@@ -21,7 +21,11 @@ from diagkit.trace.schema import Cause, Frame
 DEPTH = 400
 KEPT = 24
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH = tuple(
+    # A device's plug-in (torch_npu) carries calls on as torch does, and is nobody's own code either.
+    os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), name) + os.sep
+    for name in ("torch", "torch_npu")
+)
 _OURS = tuple(
     os.path.join(os.path.dirname(os.path.dirname(__file__)), name)
     for name in ("capture" + os.sep, "remedy" + os.sep, "live.py", "auto.py")
@@ -33,6 +37,8 @@ _MACHINERY = tuple(
     for site in _SITE
     for name in ("IPython", "ipykernel", "traitlets", "tornado", "_pytest", "pluggy", "ipyparallel")
 )
+#: Where the methods of nn.Module are defined, also those that a plug-in adds as plain functions.
+_MODULE_FILES = (os.path.join("nn", "modules", "module.py"), os.path.join("torch_npu", "utils", "_module.py"))
 _kinds: dict[str, str] = {}
 
 
@@ -74,8 +80,9 @@ def from_stack(operation: str, nested: list[str], target: str, base: int) -> Cau
 
 
 def from_traceback(operation: str, traceback: TracebackType | None, target: str = "") -> Cause:
-    """The cause of an exception that reached a phase: its traceback, the phase's own frame left out of the chain."""
-    found = [(code, line, n > 0) for n, (code, line) in enumerate(_traceback_frames(traceback))]
+    """The cause of an exception that reached a phase: its traceback, the frames of the phase itself and of the code
+    that began it left out of the chain."""
+    found = [(code, line, n > 1) for n, (code, line) in enumerate(_traceback_frames(traceback))]
     return _cause(operation, [], target, found, known_base=True)
 
 
@@ -143,6 +150,8 @@ def _frame(code: CodeType, line: int) -> Frame:
 def _name(code: CodeType) -> str:
     name: str = getattr(code, "co_qualname", code.co_name)  # co_qualname: Python 3.11
     name = name.rpartition("<locals>.")[2]
-    if "." not in name and code.co_filename.endswith(os.path.join("nn", "modules", "module.py")):
-        return f"Module.{name}"
-    return name
+    if name == "wrap_module_to":  # what `torch.utils.generate_methods_for_privateuse1_backend` makes
+        name = torch._C._get_privateuse1_backend_name()
+    elif "." in name or not code.co_filename.endswith(_MODULE_FILES):
+        return name
+    return f"Module.{name}"
