@@ -18,12 +18,14 @@ PYTEST ?=
 SUITE ?= smoke
 # Further arguments for the demo: make demo DEMO="--history"
 DEMO ?=
+# Further arguments for JupyterLab: make lab LAB="--port 9999 --no-browser"
+LAB ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
 SETUP = @$(PYTHON) .ci/venv.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
 
-.PHONY: help setup demo doctor test test-torch test-verl lint clean
+.PHONY: help setup demo lab notebooks doctor test test-torch test-verl lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*  ## ' $(MAKEFILE_LIST) | sed 's/:.*  ## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -34,6 +36,17 @@ setup:  ## make or refresh .venv, which every target does by itself
 
 demo: setup  ## see the crash and the guard: both engines on two ranks (DEMO="--help" for more)
 	@$(PY) -m diagkit demo $(DEMO)
+
+lab: setup  ## open JupyterLab on the notebooks; start with 01
+	@$(PY) -m jupyterlab --ServerApp.root_dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB)
+
+notebooks: setup  ## run every notebook from top to bottom and write it as a page to build/notebooks
+	@mkdir -p build/notebooks
+	@for notebook in notebooks/*.ipynb; do \
+		echo "$$notebook"; \
+		$(PY) -m nbconvert --log-level WARN --KernelManager.transport=ipc --to html --execute --output-dir build/notebooks "$$notebook" || exit 1; \
+	done
+	@ls build/notebooks/*.html
 
 doctor: setup  ## say what will work on this machine, and what to do for the rest
 	@$(PY) -m diagkit doctor
