@@ -25,7 +25,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SETUP = @$(PYTHON) .ci/venv.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
 
-.PHONY: help setup demo lab notebooks doctor test test-torch test-verl lint clean
+.PHONY: help setup demo lab notebooks pictures doctor test test-torch test-verl lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*  ## ' $(MAKEFILE_LIST) | sed 's/:.*  ## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -48,6 +48,9 @@ notebooks: setup  ## run every notebook from top to bottom and write it as a pag
 			2> >(grep -v "Kernel is running over TCP" >&2) || exit 1; \
 	done
 	@ls build/notebooks/*.html
+
+pictures: setup  ## draw the README's picture anew
+	@$(PY) -m diagkit.views.pictures notebooks/pictures
 
 doctor: setup  ## say what will work on this machine, and what to do for the rest
 	@$(PY) -m diagkit doctor

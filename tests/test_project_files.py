@@ -119,6 +119,13 @@ def test_python_in_a_guide_is_python(guide: str) -> None:
         ast.parse(block)
 
 
+def test_a_picture_of_a_simulated_run_says_so() -> None:
+    pictures = [path for path in tracked() if path.parent.name == "pictures" and path.suffix == ".svg"]
+    assert pictures
+    for path in pictures:
+        assert "simulated" in path.read_text(), path.name
+
+
 def test_the_top_level_is_the_agreed_one() -> None:
     names = {path.relative_to(ROOT).parts[0] for path in tracked()}
     assert {name for name in names if not name.startswith(".")} <= TOP_LEVEL | USUAL
