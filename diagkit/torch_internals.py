@@ -305,3 +305,11 @@ def unreadable() -> list[str]:
     if param is not None and not hasattr(param, "reset_sharded_param"):
         missing.append("FSDPParam.reset_sharded_param")
     return missing
+
+
+# Writers.
+
+
+def set_idle(group: Any) -> None:
+    """Makes an FSDP group forget the forward or backward pass that it believes to be in."""
+    group._training_state = type(group._training_state).IDLE

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from diagkit import torch_internals
 
@@ -51,7 +50,7 @@ def offload_veomni_model_to_cpu(module: nn.Module, device: str) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             for group in torch_internals.state_groups(torch_internals.fsdp_state(part)):
-                group._training_state = TrainingState.IDLE
+                torch_internals.set_idle(group)
             part.reshard()
     offload_model_to_cpu(module, device)
 
