@@ -1,7 +1,7 @@
 """What the parity tests run on every rank: the same training, on the CPU or on the simulated accelerator.
 
-Prints one line of JSON: for each variant the losses and gradient norms of every step as hexadecimal floats, and a hash of
-every parameter's and moment's bytes after training, so that "equal" means bit for bit.
+Prints one line of JSON: for each variant the losses and gradient norms of every step as hexadecimal floats, and a hash
+of every parameter's and moment's bytes after training, so that "equal" means bit for bit.
 """
 
 from __future__ import annotations

@@ -80,6 +80,7 @@ def _devices(name: str) -> dict[str, Any]:
         "device_of": device_of,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,  # activation checkpointing keeps random states only of a device that says so
         "init": lambda: None,
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
@@ -105,13 +106,16 @@ def _streams(name: str) -> dict[str, Any]:
                 return torch.Stream.__new__(cls, **kwargs)
             return torch.Stream.__new__(cls, torch.device(name, _index(device)), priority=priority)
 
-    class Event(torch.Event):
+    class EventType(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, torch.Event)
+
+    class Event(metaclass=EventType):
         """An event of the simulated accelerator; timed ones measure host time in milliseconds."""
 
-        def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-            return torch.Event.__new__(
-                cls, torch.device(name), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
-            )
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
+            # PyTorch compares events by their exact type: an instance of a subclass could not be waited for.
+            return torch.Event(name, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
     def current_stream(device: Any = None) -> torch.Stream:
         return torch.accelerator.current_stream(_index(device))

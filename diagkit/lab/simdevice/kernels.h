@@ -120,7 +120,6 @@ inline int64_t choose_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask, double dropout, bool causal,
     std::optional<double> scale, bool gqa) {
   constexpr int64_t kMath = 0, kFlash = 1, kOverrideable = 4;
-  if (gqa) return kMath;
   const std::optional<at::Tensor> host_mask = mask ? std::optional<at::Tensor>(host_view(*mask)) : std::nullopt;
   const int64_t cpu = at::_fused_sdp_choice(host_view(q), host_view(k), host_view(v), host_mask, dropout, causal, scale, gqa);
   return cpu == kFlash && !(mask && mask->requires_grad()) ? kOverrideable : kMath;
