@@ -139,11 +139,16 @@ Family = Callable[[tuple[str, ...]], object]
 def _join(entries: dict[Segments, list[int]], at: int, family: Family) -> dict[Segments, list[int]]:
     """Joins the patterns that differ in segment ``at`` alone and whose alternatives there are of one family."""
     buckets: dict[object, list[Segments]] = {}
-    for segments in entries:
-        key = family(segments[at]) if at < len(segments) else None
-        bucket = segments if key is None else (segments[:at], segments[at + 1 :], key)
-        buckets.setdefault(bucket, []).append(segments)
+    families: dict[tuple[str, ...], object] = {}  # few words stand at one place, in however many names
     joined: dict[Segments, list[int]] = {}
+    for segments, indices in entries.items():
+        words = segments[at] if at < len(segments) else ()
+        if words not in families:
+            families[words] = family(words) if words else None
+        if (key := families[words]) is None:
+            joined[segments] = indices
+        else:
+            buckets.setdefault((segments[:at], segments[at + 1 :], key), []).append(segments)
     for members in buckets.values():
         first = members[0]
         if len(members) == 1:

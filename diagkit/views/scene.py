@@ -106,6 +106,8 @@ def text_width(text: str, size: float, bold: bool = False) -> float:
 
 def clean(text: str) -> str:
     """The text on one line, without control and bidirectional characters: names in a trace come from strangers."""
+    if text.isascii() and text.isprintable():
+        return " ".join(text.split())
     kept = (" " if c in "\n\r\t" else c for c in text if c in "\n\r\t" or unicodedata.category(c)[0] != "C")
     return " ".join("".join(kept).split())
 
@@ -149,13 +151,17 @@ def _advance(character: str, bold: bool) -> float:
     """Advance of one glyph at size 1."""
     font = _font(bold)
     if not font.get_char_index(ord(character)):
-        # Another font will be found for it: a full em for wide scripts, which no such font exceeds.
-        return 1.0 if unicodedata.east_asian_width(character) in "WF" else 0.7
-    # Unscaled units, so that no rounding to pixels creeps in.
-    return float(font.load_char(ord(character), flags=_NO_SCALE).horiAdvance / font.units_per_EM)
+        # Another font will be found for it; matplotlib's font of last resort is wider than any real one.
+        return 1.2 if unicodedata.east_asian_width(character) in "WF" else 1.0
+    return float(font.load_char(ord(character), flags=_unscaled()).horiAdvance / font.units_per_EM)
 
 
-_NO_SCALE = 1
+@functools.lru_cache(maxsize=1)
+def _unscaled():  # type: ignore[no-untyped-def]
+    """The flag for a font's own units, so that no rounding to pixels creeps in. An enum since matplotlib 3.10."""
+    from matplotlib import ft2font
+
+    return ft2font.LoadFlags.NO_SCALE if hasattr(ft2font, "LoadFlags") else ft2font.LOAD_NO_SCALE
 
 
 @functools.lru_cache(maxsize=2)

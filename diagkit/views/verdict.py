@@ -131,7 +131,8 @@ def _healthy(story: Story, count: str) -> tuple[str, str]:
     through = f" through {_listed(names)}" if 0 < len(names) <= 5 else ""
     if len(path) <= 1:
         place = f"on {path[0] if path else 'no device'}{', pinned' if pinned and path else ''}"
-        return f"All {count} stay {place}{through}", f"all {count} stay {place}"
+        comma = "," if pinned and through else ""
+        return f"All {count} stay {place}{comma}{through}", f"all {count} stay {place}"
     journey = " → ".join(path[:5]) + (" → …" if len(path) > 5 else "")
     return (
         f"Metadata and bytes of all {count} move together{through}: {journey}",

@@ -113,7 +113,7 @@ def cause_text(cause: Cause) -> str:
 
 
 def frame_text(frame: Frame) -> str:
-    """``"engine.py:41 save_checkpoint"``; a line of a notebook by itself, for the file of a cell means nothing to anyone."""
+    """``"engine.py:41 save_checkpoint"``; of a notebook's cell the line itself, for its file is made up."""
     if "ipykernel_" in frame.file or frame.file.startswith("<ipython-input"):
         return clean(f"notebook, line {frame.line}: {frame.code or frame.function}")
     return clean(str(frame))
