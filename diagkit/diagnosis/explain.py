@@ -137,7 +137,7 @@ def by_text(
     steps: tuple[str, ...] = ()
     if candidates:
         steps = (
-            "record the run: diagkit run --out runs/a SCRIPT ARGS, or dk.record(model, optimizer, out=...) in the code; "
+            "record the run: diagkit run --out runs/a SCRIPT ARGS, or dk.record(model, optimizer, out=...) in code; "
             "then diagkit diagnose runs/a",
             "or, where the process still lives: dk.explain() in the except block, or dk.inspect(model, optimizer)",
         )

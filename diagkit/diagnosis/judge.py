@@ -7,7 +7,7 @@ row could matter, and a state that did not change since it was last judged is no
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diagkit.diagnosis.moments import Judged, is_look, judged_moments
 from diagkit.diagnosis.rule import Rule, Subject, World, all_rules
@@ -41,6 +41,7 @@ class Hit:
     rule: Rule
     rank: RankTrace
     rows: dict[int, Row]
+    facts: dict[int, int]  # row -> number of its facts when it was judged
     origin: Moment | None
     judged: Judged
     failures: list[Moment] = field(default_factory=list)  # exceptions that speak of it
@@ -163,6 +164,10 @@ class _Run:
                 dirty = dirty and not entry.resting
         for key in self.open.values():
             self.found[key].lasting = True
+        for hit in self.found.values():
+            # What is a fault only when an operation is due lasts for as long as its facts do.
+            if not hit.lasting and not hit.rule.rests:
+                hit.lasting = all(self.facts[row] == number for row, number in hit.facts.items())
         return list(self.found.values())
 
     def _replay(self, moment: Moment) -> None:
@@ -209,12 +214,15 @@ class _Run:
             if not entry.resting and not speaks:
                 continue
             since = self.since[row.id]
+            if not entry.resting and not self._asks(rule, row.id, calm=True):
+                since = entry.moment.index  # nothing was wrong until this operation: its call is the cause
             key = self.open.get((rule.code, row.id), (rule.code, since))
             hit = self.found.get(key)
             if hit is None:
                 origin = self.trace.moments[since] if since >= 0 else None
-                hit = self.found[key] = Hit(rule, self.trace, {}, origin, entry)
+                hit = self.found[key] = Hit(rule, self.trace, {}, {}, origin, entry)
             hit.rows[row.id] = row
+            hit.facts[row.id] = self.facts[row.id]
             held[rule.code, row.id] = key
             if entry.why == "failed" and entry.moment not in hit.failures:
                 hit.failures.append(entry.moment)
@@ -244,14 +252,15 @@ class _Run:
             self.doubts[kind, number] = found
         return found
 
-    def _asks(self, rule: Rule, number: int) -> bool:
+    def _asks(self, rule: Rule, number: int, calm: bool = False) -> bool:
+        """Whether the rule holds for a row now; ``calm``: whether it would, had nothing failed."""
         row = self.trace.rows[number]
         owner = row.of if row.of is not None else number
         group = self._group(owner)
         group_number = ABSENT if group is None else self.facts[group]
         owner_number = self.facts[row.of] if row.of is not None else ABSENT
         rested = self.rested.get(number)
-        key = (rule.code, row.kind, row.part, self.facts[number], group_number, owner_number, rested)
+        key = (rule.code, row.kind, row.part, self.facts[number], group_number, owner_number, rested, calm)
         answer = self.cache.get(key)
         if answer is None:
             facts = self.trace.facts[self.facts[number]]
@@ -261,7 +270,7 @@ class _Run:
             subject = Subject(
                 row.kind,
                 facts,
-                self.world,
+                replace(self.world, said=frozenset(), failure=None, resting=True) if calm else self.world,
                 row.part.rpartition(":")[2],
                 group_facts if isinstance(group_facts, GroupFacts) else None,
                 owner_facts if isinstance(owner_facts, Residency) else None,

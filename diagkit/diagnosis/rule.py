@@ -111,7 +111,8 @@ Question = Callable[[Subject], bool]
 class Rule:
     """A hazard: how it is recognised (``asks`` of each row of ``kinds``), and what there is to say about it.
 
-    ``says`` names the error texts that it explains; ``follows`` the codes that it may merely follow from.
+    ``says`` names the error texts that it explains; ``follows`` the codes that it may merely follow from; ``rests`` is
+    False for what is a fault only beside an operation that fails or is due.
     """
 
     code: str
@@ -120,6 +121,7 @@ class Rule:
     severity: str
     says: tuple[str, ...] = ()
     follows: tuple[str, ...] = ()
+    rests: bool = True
     family: str = ""
     title: str = ""
     text: dict[str, str] = field(default_factory=dict)
@@ -154,6 +156,7 @@ def rule(
     severity: str,
     says: tuple[str, ...] = (),
     follows: tuple[str, ...] = (),
+    rests: bool = True,
 ) -> Callable[[Question], Question]:
     """Enters a question into the catalogue under its code.
 
@@ -168,7 +171,7 @@ def rule(
         if missing := [heading for heading in HEADINGS if heading != "Call" and heading not in text]:
             raise ValueError(f"{code}: its docstring does not say: {', '.join(missing)}")
         family = asks.__module__.rpartition(".")[2]
-        _RULES[code] = Rule(code, kinds, asks, severity, says, follows, family, title, text)
+        _RULES[code] = Rule(code, kinds, asks, severity, says, follows, rests, family, title, text)
         return asks
 
     return enter

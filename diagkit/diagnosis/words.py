@@ -11,6 +11,7 @@ from diagkit.trace.patterns import compress
 from diagkit.trace.schema import (
     BUFFER,
     EXIT,
+    EXPORT,
     GRADIENT,
     OPTIMIZER_STATE,
     PARAMETER,
@@ -29,7 +30,7 @@ KINDS = {
     BUFFER: ("buffer", "buffers"),
     GRADIENT: ("gradient", "gradients"),
     OPTIMIZER_STATE: ("optimizer state", "optimizer states"),
-    "export": ("exported tensor", "exported tensors"),
+    EXPORT: ("exported tensor", "exported tensors"),
     "fsdp_group": ("FSDP group", "FSDP groups"),
     "engine": ("engine", "engines"),
     "optimizer": ("optimizer", "optimizers"),
@@ -38,8 +39,9 @@ KINDS = {
 
 def name_of(row: Row) -> str:
     """``"lm_head.weight"``, ``"lm_head.weight [exp_avg]"``, ``"(root)"`` for the outermost FSDP group."""
+    part = row.part or {GRADIENT: "gradient", EXPORT: "exported"}.get(row.kind, "")
     name = row.name or "(root)"
-    return f"{name} [{row.part}]" if row.part else name
+    return f"{name} [{part}]" if part else name
 
 
 def facts_of(hit: Hit) -> Facts | None:
@@ -59,13 +61,11 @@ def residency_text(hit: Hit) -> str:
 def evidence(hit: Hit, failure: Failure | None) -> Iterator[str]:
     """What was seen, one sentence each."""
     facts = facts_of(hit)
-    count = len(hit.rows)
-    kind = next(iter(hit.rows.values())).kind
-    noun = KINDS[kind][count != 1]
+    noun = _counted(hit)
     if isinstance(facts, Residency):
-        yield f"{count} {noun}: {_tensor(facts)}"
+        yield f"{noun}: {_tensor(facts)}"
     elif isinstance(facts, GroupFacts):
-        yield f"{count} {noun}: {_group(facts)}"
+        yield f"{noun}: {_group(facts)}"
     elif isinstance(facts, EngineFacts):
         yield _engine(facts, hit.rank)
     if (policy := _policy(hit)) and not isinstance(facts, GroupFacts):
@@ -75,6 +75,14 @@ def evidence(hit: Hit, failure: Failure | None) -> Iterator[str]:
     yield _why(hit)
     if failure is not None:
         yield f"the exception: {failure.type}: {' '.join(failure.message.split())[:200]}"
+
+
+def _counted(hit: Hit) -> str:
+    """``"14 parameters and 1 buffer"``."""
+    counts: dict[str, int] = {}
+    for row in hit.rows.values():
+        counts[row.kind] = counts.get(row.kind, 0) + 1
+    return " and ".join(f"{count} {KINDS[kind][count != 1]}" for kind, count in counts.items())
 
 
 def _tensor(facts: Residency) -> str:

@@ -6,7 +6,7 @@ from diagkit.diagnosis.rule import Subject, rule
 from diagkit.trace.schema import EXPORT, GRADIENT, PARAMETER
 
 
-@rule("DK402", kinds=(PARAMETER, GRADIENT, EXPORT), severity="now", says=("no_backend",))
+@rule("DK402", kinds=(PARAMETER, GRADIENT, EXPORT), severity="now", says=("no_backend",), rests=False)
 def no_cpu_backend(it: Subject) -> bool:
     """A CPU tensor in a collective, and the process group has no CPU backend
 

@@ -6,7 +6,7 @@ from diagkit.diagnosis.rule import Subject, rule
 from diagkit.trace.schema import ENGINE, EngineFacts
 
 
-@rule("DK603", kinds=(ENGINE,), severity="now", says=("materialized", "grad_device", "same_device"))
+@rule("DK603", kinds=(ENGINE,), severity="now", says=("materialized", "grad_device", "same_device"), rests=False)
 def two_owners(it: Subject) -> bool:
     """Two owners of placement: the offload policy, and an engine that moves the model by hand
 
@@ -33,7 +33,7 @@ def two_owners(it: Subject) -> bool:
     return due and "True" in (facts.offload_param, facts.offload_optimizer)
 
 
-@rule("DK901", kinds=(ENGINE,), severity="later", says=("set_storage",))
+@rule("DK901", kinds=(ENGINE,), severity="later", says=("set_storage",), rests=False)
 def flag_disagrees(it: Subject) -> bool:
     """The engine's flag disagrees with its module
 

@@ -31,19 +31,25 @@ def poisoned_lazy_init(it: Subject) -> bool:
 
 @rule("DK604", kinds=(GROUP,), severity="silent", says=("second_backward",))
 def aborted_backward(it: Subject) -> bool:
-    """Aborted backward: no gradient reaches the optimizer any more
+    """Aborted backward: gradients no longer reach the optimizer
 
     What happens: An exception passed through backward, FSDP2's or your own. The root still believes that its final
-    callback is queued, and groups stay in their post-backward state. Devices are healthy, forward and backward
-    passes seem to work, and the optimizer's parameters get no gradient at all: training goes on and learns nothing.
+    callback is queued, so no later backward queues it, and groups stay gathered in the middle of a pass. Devices are
+    healthy, forward and backward passes seem to work, and the optimizer's parameters get no gradient: training goes
+    on and learns nothing. Groups whose pass had not begun may deliver once more, so the first step after the
+    exception can still look alive. Meanwhile the gathered parameters pile up gradients that nobody collects.
 
-    How to see it: The root's final callback is marked as queued, or a group is in `post_backward`, while no
-    backward is running; after the next backward the sharded parameters' `grad` is None.
+    How to see it: The root's final callback is marked as queued, or a group is in `post_backward`, while no backward
+    is running; after the next backward `p.grad is None` for the parameters that the optimizer holds. The module's own
+    slots hold the gathered parameters, whose gradients look fine and prove nothing.
 
-    Remedy: After an exception in backward build the model again, or reset FSDP2's iteration state (torch 2.13 has
-    `reset_iter_state()` on the root module), then `zero_grad()`.
+    Remedy: After an exception in backward build the model again. Or drop the piled-up gradients while the gathered
+    parameters are still in their slots, then reset FSDP2's iteration state (torch 2.13 has a method for that on the
+    root). The order matters: without the first line the next step takes the old gradients in.
 
-    Call: model.reset_iter_state()
+    Call: model.zero_grad(); optimizer.zero_grad()
+
+    model.reset_iter_state()
 
     Seen in: any exception in backward that a notebook or a retry loop survives
 
