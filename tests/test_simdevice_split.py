@@ -1,4 +1,4 @@
-"""What the next operation does on a split parameter, row by row, as the field knows it, here on the simulated device."""
+"""What the next operation does on a split parameter, row by row as the field knows it, on the simulated device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import pytest
 import split_ranks
 from ranks import run_ranks
 
-CRASH = 'RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on different device "npu:{rank}"'
+CRASH = (
+    'RuntimeError: Attempted to set the storage of a tensor on device "cpu" '
+    'to a storage on different device "npu:{rank}"'
+)
 MIXED = "Expected all tensors to be on the same device, but found at least two devices, npu:{rank} and cpu!"
 
 # The row, and how its outcome begins or what it contains ({rank} stands for the rank's device index).

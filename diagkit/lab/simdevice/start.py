@@ -79,9 +79,7 @@ def simulate(name: str = "npu", *, announce: bool = True) -> Simulation:
 
     import torch
 
-    torch.ops.load_library(  # type: ignore[no-untyped-call]
-        str(folder / "device.so")
-    )
+    torch.ops.load_library(str(folder / "device.so"))
     from torch.utils.backend_registration import (
         generate_methods_for_privateuse1_backend,
         rename_privateuse1_backend,
@@ -92,7 +90,7 @@ def simulate(name: str = "npu", *, announce: bool = True) -> Simulation:
     from diagkit.lab.simdevice.device_module import make_device_module
 
     module = make_device_module(name)
-    torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
+    torch._register_device_module(name, module)
     sys.modules.setdefault(f"torch.{name}", module)
     generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
