@@ -204,13 +204,12 @@ def two_models(folder: pathlib.Path) -> None:
     """Two models of one class, told apart by their labels; the actor's optimizer is the recorded one."""
     actor, ref, critic = sharded(seed=1), sharded(seed=2), sharded(seed=3)
     optimizer, other = torch.optim.SGD(actor.parameters()), torch.optim.SGD(critic.parameters())
-    with dk.record({"actor": actor, "ref": ref}, optimizer, out=folder / "two_models") as rec:
-        with rec.phase("save"):
-            ref.to("npu")  # here: two_models (ref)
-            actor.model.layers[1].to("npu")  # here: two_models (actor)
-            critic.to("npu")  # nobody watches it
-            other.state_dict()
-            optimizer.state_dict()
+    with dk.record({"actor": actor, "ref": ref}, optimizer, out=folder / "two_models") as rec, rec.phase("save"):
+        ref.to("npu")  # here: two_models (ref)
+        actor.model.layers[1].to("npu")  # here: two_models (actor)
+        critic.to("npu")  # nobody watches it
+        other.state_dict()
+        optimizer.state_dict()
 
 
 def recorders_at_once(folder: pathlib.Path) -> None:
@@ -221,12 +220,12 @@ def recorders_at_once(folder: pathlib.Path) -> None:
         dk.record(one, out=folder / "at_once_second") as second,
         dk.record(one.model.layers[0], out=folder / "at_once_layer"),
         dk.record(two, out=folder / "at_once_other"),
+        first.phase("a"),
+        second.phase("b"),
     ):
-        with first.phase("a"), second.phase("b"):
-            one.to("npu")  # here: recorders_at_once
-    with dk.record(two, out=folder / "again") as rec:
-        with rec.phase("c"):
-            two.to("npu")  # here: recorders_at_once (again)
+        one.to("npu")  # here: recorders_at_once
+    with dk.record(two, out=folder / "again") as rec, rec.phase("c"):
+        two.to("npu")  # here: recorders_at_once (again)
 
 
 def changed_models(folder: pathlib.Path) -> dict[str, object]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from diagkit.capture import hooks
 from diagkit.capture.process import describe
 from diagkit.capture.recorder import Recorder
 from diagkit.errors import TraceError, UsageError
@@ -47,8 +46,7 @@ def start(
     recorder = Recorder(_writer(out, _header(detail, run, job), overwrite), detail)
     recorder.watch(model, optimizer, engine)
     if detail != "phases":
-        with recorder._guarded("start"):
-            hooks.add(recorder)
+        recorder.observe()
     recorder.mark("start")
     return recorder
 
@@ -69,10 +67,12 @@ def _writer(out: str | os.PathLike[str] | None, header: Header, overwrite: bool)
         return TraceWriter.create(out, header, overwrite=overwrite)
     except TraceError as error:
         # A wrong argument is told at once. What a job meets only on some node (no rights, a full disk) must not end it.
-        if not isinstance(error.__cause__, OSError) or isinstance(
-            error.__cause__, (FileExistsError, NotADirectoryError)
-        ):
+        why = error.__cause__
+        if not isinstance(why, OSError) or isinstance(why, (FileExistsError, NotADirectoryError)):
             raise
-        with contextlib.suppress(Exception):
-            warnings.warn(f"diagkit records nothing: {error} The job goes on.", RuntimeWarning, stacklevel=4)
-        return TraceWriter(NullSink(), header)
+        reason = str(error)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}."
+    with contextlib.suppress(Exception):
+        warnings.warn(f"diagkit records nothing: {reason} The job goes on.", RuntimeWarning, stacklevel=4)
+    return TraceWriter(NullSink(), header)

@@ -10,7 +10,7 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, TracebackType
 
 import torch
@@ -63,7 +63,7 @@ def kind_of(file: str) -> str:
     return known
 
 
-def from_stack(operation: str, nested: list[str], target: str, base: int) -> Cause:
+def from_stack(operation: str, nested: Iterable[str], target: str, base: int) -> Cause:
     """The cause of an observed call on the stack now. ``base``: id of the frame that began the phase, 0 for none."""
     frame: FrameType | None = sys._getframe(1)
     found: list[tuple[CodeType, int, bool]] = []
@@ -95,7 +95,7 @@ def _traceback_frames(traceback: TracebackType | None) -> Iterator[tuple[CodeTyp
 
 
 def _cause(
-    operation: str, nested: list[str], target: str, found: list[tuple[CodeType, int, bool]], known_base: bool
+    operation: str, nested: Iterable[str], target: str, found: list[tuple[CodeType, int, bool]], known_base: bool
 ) -> Cause:
     """``found``: code, line and whether inside the phase, outermost first."""
     stack: list[Frame] = []
@@ -128,6 +128,26 @@ def _cause(
         stack=tuple(stack[-KEPT:]),
         target=target,
     )
+
+
+def message_of(error: BaseException) -> str:
+    """An exception's text. One that carries tensors would print them, which reads their bytes: then only what it is."""
+    if _holds_tensor(error.args):
+        return "(a message with tensors in it)"
+    try:
+        return str(error)
+    except Exception as again:
+        return f"(its message cannot be had: {type(again).__name__})"
+
+
+def _holds_tensor(value: object, depth: int = 3) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, dict):
+        value = list(value.values())
+    if depth and isinstance(value, (list, tuple, set, frozenset)):
+        return len(value) > 1000 or any(_holds_tensor(item, depth - 1) for item in value)
+    return False
 
 
 def _plumbing(name: str) -> bool:

@@ -42,7 +42,7 @@ class Call:
 
     operation: Operation
     subject: object  # what it was called on
-    nested: list[str] = field(default_factory=list)
+    nested: dict[str, int] = field(default_factory=dict)  # observed calls inside, and how often
     told: tuple[Listener, ...] = ()  # who hears of it
     outer: Call | None = None
 
@@ -55,8 +55,8 @@ class Call:
         """Notes an observed call inside this one, here and in the calls around."""
         call: Call | None = self
         while call is not None:
-            if name != call.operation.name and name not in call.nested and len(call.nested) < 16:
-                call.nested.append(name)
+            if name != call.operation.name and (name in call.nested or len(call.nested) < 16):
+                call.nested[name] = call.nested.get(name, 0) + 1
             call = call.outer
 
 
@@ -163,7 +163,10 @@ class Patch:
             if not patch.awake or (quick is not None and quick(*args)):
                 return original(*args, **kwargs)
             outer: Call | None = getattr(_here, "call", None)
-            call = _begin(operation, args, outer)
+            try:
+                call = _begin(operation, args, outer)
+            except Exception:
+                call = None
             if call is None:
                 return original(*args, **kwargs)
             try:
@@ -171,13 +174,11 @@ class Patch:
                 result = original(*args, **kwargs)
             except BaseException as error:
                 _here.call = outer
-                for listener in call.told:
-                    tell(listener, "failed", call, error)
+                _tell_all(call, "failed", error)
                 raise
             finally:
                 _here.call = outer
-            for listener in call.told:
-                tell(listener, "after", call)
+            _tell_all(call, "after")
             return result
 
         return observed
@@ -185,6 +186,11 @@ class Patch:
 
 #: Every wrapper of ours that is left anywhere, and what it wraps.
 _originals: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _tell_all(call: Call, method: str, *more: Any) -> None:
+    for listener in call.told:
+        tell(listener, method, call, *more)
 
 
 def _original(wrapper: Any) -> Any:
@@ -211,8 +217,7 @@ def _begin(operation: Operation, args: tuple[Any, ...], outer: Call | None) -> C
     if len(sys.modules) != _modules:
         with contextlib.suppress(Exception):
             install()  # the job has imported more: perhaps a part that is observed, on its way to this very call
-    for listener in call.told:
-        tell(listener, "before", call)
+    _tell_all(call, "before")
     return call
 
 
@@ -353,14 +358,16 @@ def uninstall() -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    outer: Call | None = getattr(_here, "call", None)
-    busy = () if outer is None else outer.everyone
-    call = Call(STEP, optimizer)
-    for listener in _listeners:
-        if listener not in busy and tell(listener, "wants", STEP, optimizer):
-            tell(listener, "after", call)
+    with contextlib.suppress(Exception):
+        outer: Call | None = getattr(_here, "call", None)
+        busy = () if outer is None else outer.everyone
+        call = Call(STEP, optimizer)
+        for listener in _listeners:
+            if listener not in busy and tell(listener, "wants", STEP, optimizer):
+                tell(listener, "after", call)
 
 
 def _registered(module: nn.Module, name: str, value: Any) -> None:
-    for listener in _listeners:
-        tell(listener, "registered", module)
+    with contextlib.suppress(Exception):
+        for listener in _listeners:
+            tell(listener, "registered", module)

@@ -11,18 +11,19 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from diagkit.capture import hooks
-from diagkit.capture.cause import from_stack, from_traceback
+from diagkit.capture.cause import from_stack, from_traceback, message_of
 from diagkit.capture.hooks import Call, Operation
 from diagkit.capture.inventory import EVERYTHING, MODEL, STATES, Inventory
-from diagkit.capture.residency import quiet, read
+from diagkit.capture.residency import Key, quiet, read
 from diagkit.trace.schema import (
     CALL,
     ENTER,
@@ -48,6 +49,10 @@ _SCOPES: dict[str, frozenset[str]] = {
 _TENSORS = frozenset(TENSOR_KINDS)
 #: Faults of our own that are told; more would be the same ones again.
 TROUBLES = 20
+
+
+#: An exported tensor: name, shape, key, storage.
+_Reading = tuple[str, tuple[int, ...] | None, Key, int]
 
 
 @dataclass(slots=True)
@@ -83,16 +88,20 @@ class Recorder:
         engine: object | None = None,
     ) -> None:
         """Takes models (by label, where there are several), optimizers and an engine's flags in."""
-        if self._away():
-            return
-        with self._guarded("watch"):
-            for label, root in model.items() if isinstance(model, Mapping) else [("model", model)]:
-                if root is not None:
-                    self._inventory.add_model(root, label)
-            for one in [optimizer] if hasattr(optimizer, "param_groups") else optimizer or ():
-                self._inventory.add_optimizer(one)
-            if engine is not None:
-                self._inventory.add_engine(engine)
+        self._safely("watch", self._watch, model, optimizer, engine)
+
+    def _watch(self, model: Any, optimizer: Any, engine: object | None) -> None:
+        for label, root in model.items() if isinstance(model, Mapping) else [("model", model)]:
+            if root is not None:
+                self._inventory.add_model(root, label)
+        for one in [optimizer] if hasattr(optimizer, "param_groups") else optimizer or ():
+            self._inventory.add_optimizer(one)
+        if engine is not None:
+            self._inventory.add_engine(engine)
+
+    def observe(self) -> None:
+        """Puts the hooks in, also into what the job has imported since. Only recorders of calls need it."""
+        self._safely("observe", hooks.add, self)
 
     @property
     def lines(self) -> list[bytes]:
@@ -104,104 +113,92 @@ class Recorder:
     @contextlib.contextmanager
     def phase(self, name: str, label: str = "") -> Iterator[None]:
         """One engine operation: what happens inside belongs to it. An exception is told and goes on its way."""
-        if self._away():
-            yield
-            return
-        caller = sys._getframe(2)
-        while caller.f_back is not None and caller.f_globals.get("__name__") == "contextlib":  # an ExitStack
-            caller = caller.f_back
-        opened = self._enter(name, label, id(caller))
-        del caller
+        opened = self._safely("phase", self._enter, name, label, sys._getframe(2))
         try:
             yield
         except BaseException as error:
-            with self._guarded("failure"):
-                self._fail(opened, error)
+            if opened is not None:
+                self._safely("failure", self._fail, opened, error)
             raise
         finally:
-            self._leave(opened)
+            if opened is not None:
+                self._safely("phase", self._leave, opened)
 
     def mark(self, label: str) -> None:
         """A snapshot of everything now, under this label."""
-        if self._away():
-            return
-        with self._guarded("mark"):
-            self._moment(MARK, label, EVERYTHING)
+        self._safely("mark", self._moment, MARK, label, EVERYTHING)
 
     def exported(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Passes (name, tensor) pairs through one by one, reads where each tensor lives, keeps none."""
-        if self._away():
-            yield from tensors
-            return
-        readings: list[tuple[str, Any, Any, int]] = []
+        readings: list[_Reading] = []
         try:
             for pair in tensors:
-                with self._guarded("export"), quiet():
-                    name, tensor = pair
-                    if isinstance(tensor, torch.Tensor):
-                        readings.append((str(name), tuple(tensor.shape), *read(tensor)))
-                    del tensor
+                self._safely("export", self._look, pair, readings)
                 box = [pair]
                 del pair
                 yield box.pop()  # so that the consumer alone decides how long it lives
         finally:
-            with self._guarded("export"):
-                self._unwritten.append(self._inventory.exported(readings))
-                self._write(CALL, f"export: {len(readings)} tensors")
+            self._safely("export", self._exported, readings)
+
+    def _look(self, pair: tuple[str, Any], readings: list[_Reading]) -> None:
+        name, tensor = pair
+        if isinstance(tensor, torch.Tensor):
+            with quiet():
+                readings.append((str(name), tuple(tensor.shape), *read(tensor)))
+
+    def _exported(self, readings: list[_Reading]) -> None:
+        self._unwritten.append(self._inventory.exported(readings))
+        self._write(CALL, f"export: {len(readings)} tensors")
 
     def close(self, reason: str = "closed") -> None:
         """Ends the recording: patches out, a last snapshot, the trace closed. A second time is harmless."""
-        if self._away():
-            return
-        with self._guarded("close"):
-            hooks.remove(self)
-        with self._guarded("close"):
-            for opened in reversed(self._phases):
-                self._moment(EXIT, f"{opened.name}: cut", EVERYTHING, calls=opened.calls, phase=opened.ordinal)
-            self._phases.clear()
-            if self._ordinal or self._detail != "phases":
-                self._moment(MARK, "end", EVERYTHING)
-        with self._guarded("close"):
-            self._closed = True
-            self._writer.close(reason)
+        self._safely("close", hooks.remove, self)
+        self._safely("close", self._end)
+        self._safely("close", self._shut, reason)
 
-    def _away(self) -> bool:
-        """Whether there is nothing to record any more: closed, or this is a forked child."""
-        return self._closed or os.getpid() != self._pid
+    def _end(self) -> None:
+        for opened in reversed(self._phases):
+            self._moment(EXIT, f"{opened.name}: cut", EVERYTHING, calls=opened.calls, phase=opened.ordinal)
+        self._phases.clear()
+        if self._ordinal or self._detail != "phases":
+            self._moment(MARK, "end", EVERYTHING)
 
-    def _enter(self, name: str, label: str, caller: int) -> _OpenPhase:
-        with self._lock:
-            self._ordinal += 1
-            parent = self._phases[-1].ordinal if self._phases else 0
-            opened = _OpenPhase(self._ordinal, name, caller)
-            self._phases.append(opened)
-        with self._guarded("phase"):
-            if self._detail != "phases":
-                hooks.add(self)  # looks again at what the job has imported meanwhile
-            begins = {"name": name, "parent": parent, "label": label}
-            self._moment(ENTER, f"{name}: enter", EVERYTHING, begins=begins, phase=opened.ordinal)
+    def _shut(self, reason: str) -> None:
+        self._closed = True
+        self._writer.close(reason)
+
+    def _enter(self, name: str, label: str, caller: FrameType) -> _OpenPhase:
+        while caller.f_back is not None and caller.f_globals.get("__name__") == "contextlib":  # an ExitStack
+            caller = caller.f_back
+        self._ordinal += 1
+        parent = self._phases[-1].ordinal if self._phases else 0
+        opened = _OpenPhase(self._ordinal, name, id(caller))
+        self._phases.append(opened)
+        if self._detail != "phases":
+            self.observe()
+        begins = {"name": name, "parent": parent, "label": label}
+        more = {"begins": begins, "phase": opened.ordinal}
+        self._safely("phase", self._moment, ENTER, f"{name}: enter", EVERYTHING, **more)
         return opened
 
     def _leave(self, opened: _OpenPhase) -> None:
-        if self._away():
-            return
-        with self._guarded("phase"):
+        try:
             if opened in self._phases:
                 self._moment(EXIT, f"{opened.name}: exit", EVERYTHING, calls=opened.calls, phase=opened.ordinal)
-        with self._lock:
+        finally:
             if opened in self._phases:
                 self._phases.remove(opened)
             if not self._phases:
                 self._told = ()
 
     def _fail(self, opened: _OpenPhase, error: BaseException) -> None:
-        if isinstance(error, GeneratorExit) or self._away():
+        if isinstance(error, GeneratorExit):
             return
         again = self._told == _marks(error)
         self._told = _marks(error)
         if not again:
             cause = from_traceback(opened.name, error.__traceback__)
-            failure = Failure(type(error).__name__, str(error), opened.name)
+            failure = Failure(type(error).__name__, message_of(error), opened.name)
             self._moment(
                 FAILURE,
                 f"{opened.name}: {type(error).__name__}",
@@ -215,7 +212,7 @@ class Recorder:
 
     def wants(self, operation: Operation, subject: object) -> bool:
         """Whether a call is about what is watched."""
-        if self._away():
+        if self._closed or os.getpid() != self._pid:
             return False
         with self._lock:
             return self._inventory.concerns(subject)
@@ -232,8 +229,8 @@ class Recorder:
         with self._lock:
             operation = call.operation
             self._count(operation.name)
-            for name in call.nested:
-                self._count(name)
+            for name, times in call.nested.items():
+                self._count(name, times)
             if operation.scope == "structure":
                 self._inventory.dirty = True
                 return
@@ -250,7 +247,7 @@ class Recorder:
             self._count(call.operation.name)
             self._told = _marks(error)
             cause = self._cause(call)
-            failure = Failure(type(error).__name__, str(error), (call.nested or [call.operation.name])[-1])
+            failure = Failure(type(error).__name__, message_of(error), [call.operation.name, *call.nested][-1])
             self._moment(
                 FAILURE, f"{call.operation.name}: {type(error).__name__}", EVERYTHING, cause=cause, failure=failure
             )
@@ -322,10 +319,10 @@ class Recorder:
     def _base(self) -> int:
         return self._phases[-1].frame if self._phases else 0
 
-    def _count(self, name: str) -> None:
+    def _count(self, name: str, times: int = 1) -> None:
         if self._phases:
             calls = self._phases[-1].calls
-            calls[name] = calls.get(name, 0) + 1
+            calls[name] = calls.get(name, 0) + times
 
     @staticmethod
     def _label(cause: Cause, operation: Operation) -> str:
@@ -334,15 +331,18 @@ class Recorder:
             return operation.name
         return next((name for name in reversed(cause.chain) if name.startswith("Module.")), operation.name)
 
-    @contextlib.contextmanager
-    def _guarded(self, where: str) -> Iterator[None]:
-        """Our own faults end here, told in the trace. An interrupt of the user's does not."""
+    def _safely(self, where: str, method: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """What the method returns; None where it failed (told in the trace), after closing, and in a forked child.
+        Our own faults end here. An interrupt of the user's does not."""
         try:
+            if self._closed or os.getpid() != self._pid:
+                return None
             with self._lock:
-                yield
+                return method(*args, **more)
         except Exception as error:
             with contextlib.suppress(Exception):
                 self.trouble(where, error)
+        return None
 
 
 def _marks(error: BaseException) -> tuple[Any, ...]:
