@@ -45,6 +45,7 @@ class Call:
     nested: dict[str, int] = field(default_factory=dict)  # observed calls inside, and how often
     told: tuple[Listener, ...] = ()  # who hears of it
     outer: Call | None = None
+    inside: str = ""  # the observed call that runs in it just now
 
     @property
     def everyone(self) -> tuple[Listener, ...]:
@@ -52,10 +53,11 @@ class Call:
         return self.told if self.outer is None else (*self.told, *self.outer.everyone)
 
     def note(self, name: str) -> None:
-        """Notes an observed call inside this one, here and in the calls around."""
+        """Notes an observed call inside this one, here and in the calls around; a module's call of the same method of
+        its children is no other call."""
         call: Call | None = self
         while call is not None:
-            if name != call.operation.name and (name in call.nested or len(call.nested) < 16):
+            if name not in (call.operation.name, call.inside) and (name in call.nested or len(call.nested) < 16):
                 call.nested[name] = call.nested.get(name, 0) + 1
             call = call.outer
 
@@ -167,18 +169,25 @@ class Patch:
                 call = _begin(operation, args, outer)
             except Exception:
                 call = None
-            if call is None:
+            if call is None and outer is None:
                 return original(*args, **kwargs)
+            before = "" if outer is None else outer.inside
             try:
-                _here.call = call
+                if outer is not None:
+                    outer.inside = operation.name
+                _here.call = call or outer
                 result = original(*args, **kwargs)
             except BaseException as error:
-                _here.call = outer
-                _tell_all(call, "failed", error)
+                if call is not None:
+                    _here.call = outer
+                    _tell_all(call, "failed", error)
                 raise
             finally:
                 _here.call = outer
-            _tell_all(call, "after")
+                if outer is not None:
+                    outer.inside = before
+            if call is not None:
+                _tell_all(call, "after")
             return result
 
         return observed
@@ -242,6 +251,7 @@ RESET = Operation("FSDPParam.reset_sharded_param", "model", notable=False)
 BACKWARD_END = Operation("backward end", "nothing", notable=False)
 STEP = Operation("Optimizer.step", "states", notable=False)
 SHARD = Operation("fully_shard", "structure", notable=False)
+BUILD = Operation("Optimizer.__init__", "nothing", notable=False)
 
 #: Where the job has not imported the module yet there is nothing to observe in it; `refresh` looks again.
 _PLACES: tuple[tuple[str, str, str, Operation, Callable[..., bool] | None], ...] = (
@@ -249,6 +259,7 @@ _PLACES: tuple[tuple[str, str, str, Operation, Callable[..., bool] | None], ...]
     ("torch.nn.modules.module", "Module", "state_dict", Operation("Module.state_dict", "model"), None),
     ("torch.nn.modules.module", "Module", "load_state_dict", Operation("Module.load_state_dict", "model"), None),
     ("torch.optim.optimizer", "Optimizer", "state_dict", Operation("Optimizer.state_dict", "states"), None),
+    ("torch.optim.optimizer", "Optimizer", "__init__", BUILD, None),
     ("torch.optim.optimizer", "Optimizer", "load_state_dict", Operation("Optimizer.load_state_dict", "states"), None),
     ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule", "_apply", APPLY, None),
     ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "reset_sharded_param", RESET, None),
