@@ -27,14 +27,14 @@ ARROWS = {
     "demo": {"lab", "capture", "diagnosis", "trace"},
     "views": {"trace", "diagnosis", "demo"},
 }
-ON_TOP = {"__init__", "__main__", "cli", "auto", "doctor"}
+ON_TOP = {"__init__", "__main__", "cli", "auto", "doctor", "run"}
 # The notebook's commands act on live models; no other view does.
 EXTRA = {"views/magics": {"live", "capture", "remedy"}}
 # `trace.findings()` and `trace.report()` are doors to rooms above: inside a function, opened when called.
 DOORS = {"trace/merged": {"diagnosis", "views"}, "trace/table": {"views"}}
 
 # What a training process may import beside the standard library.
-IN_A_JOB = {"capture", "trace", "diagnosis", "live", "remedy", "auto", "torch_internals", "errors"}
+IN_A_JOB = {"capture", "trace", "diagnosis", "live", "remedy", "auto", "run", "torch_internals", "errors"}
 WITHOUT_TORCH = {"trace", "diagnosis", "errors", "cli"}
 FRAMES = "trace/frames"
 

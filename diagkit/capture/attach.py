@@ -144,7 +144,7 @@ class Attachment:
     @property
     def trace(self) -> RankTrace:
         """This rank's trace so far."""
-        if getattr(self.recorder, "path", None) is not None:
+        if self.recorder.path is not None:
             return read_file(self.recorder.path)
         return read_rank(self.recorder.lines)
 
@@ -255,7 +255,7 @@ class Attachment:
         try:
             models = models_of(self.engine)
             names = {self._label: next(iter(models.values()))} if len(models) == 1 else models
-            self.recorder.watch(names, optimizers_of(self.engine), self.engine)
+            self.recorder.watch(names, optimizers_of(self.engine), self.engine, self._label)
         except Exception as error:
             self.recorder.trouble("looking at the engine", error)
 
@@ -281,4 +281,3 @@ class _Cover:
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the engine is another engine: it gets the method, not our cover.
         return getattr, (self.attachment.engine, self.operation)
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -27,8 +27,11 @@ def start(
     run: str | None = None,
     job: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    wants: Callable[[str], bool] = lambda name: True,
+    limit: int = 0,
 ) -> Recorder:
-    """A recorder at work; ``out=None`` keeps the trace in memory.
+    """A recorder at work; ``out=None`` keeps the trace in memory. ``wants`` says of a tensor's name whether it is
+    watched; at a size of ``limit`` bytes (0: none) the trace keeps failures only.
 
     Raises:
         UsageError: unknown detail, or something that is no model.
@@ -43,7 +46,7 @@ def start(
                 found=type(root).__name__,
                 expected='a torch.nn.Module, or several as {"actor": actor, "ref": ref}',
             )
-    recorder = Recorder(_writer(out, _header(detail, run, job), overwrite), detail)
+    recorder = Recorder(_writer(out, _header(detail, run, job), overwrite, limit), detail, wants)
     recorder.watch(model, optimizer, engine)
     if detail != "phases":
         recorder.observe()
@@ -60,11 +63,11 @@ def _header(detail: str, run: str | None, job: Mapping[str, Any] | None) -> Head
         return Header(run=run or "", rank=int(rank) if rank.isdigit() else 0, detail=detail, job={"undescribed": why})
 
 
-def _writer(out: str | os.PathLike[str] | None, header: Header, overwrite: bool) -> TraceWriter:
+def _writer(out: str | os.PathLike[str] | None, header: Header, overwrite: bool, limit: int) -> TraceWriter:
     if out is None:
         return TraceWriter(MemorySink(), header)
     try:
-        return TraceWriter.create(out, header, overwrite=overwrite)
+        return TraceWriter.create(out, header, overwrite=overwrite, limit=limit)
     except TraceError as error:
         # A wrong argument is told at once. What a job meets only on some node (no rights, a full disk) must not end it.
         why = error.__cause__

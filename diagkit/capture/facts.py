@@ -120,25 +120,34 @@ class OptimizerWatch:
         """Lets go of the state asked for last."""
         self._slot = self._state = None
 
-    def read(self, live: Iterable[torch.Tensor]) -> OptimizerFacts | None:
-        """Its facts against the live parameters of the watched models; None when it is gone."""
+    def read(self, models: Iterable[Iterable[torch.Tensor]]) -> OptimizerFacts | None:
+        """Its facts against the live parameters of the watched models, model by model; None when it is gone.
+
+        A parameter that it misses is one of a model that it trains otherwise, or of any where it trains none.
+        """
         optimizer = self.optimizer()
         if optimizer is None:
             return None
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        trainable: set[int] = set()
         alive: set[int] = set()
-        for p in live:
-            alive.add(id(p))
-            if p.requires_grad:
-                trainable.add(id(p))
+        its: set[int] = set()
+        others: set[int] = set()
+        for live in models:
+            trainable = set()
+            here = set()
+            for p in live:
+                here.add(id(p))
+                if p.requires_grad:
+                    trainable.add(id(p))
+            (others if held.isdisjoint(here) else its).update(trainable)
+            alive |= here
         options = optimizer.defaults
         foreach = options.get("foreach")
         return OptimizerFacts(
             type=type(optimizer).__name__,
             parameters=len(held),
             dead=len(held - alive),
-            missing=len(trainable - held),
+            missing=len((others if held.isdisjoint(alive) else its) - held),
             fused=bool(options.get("fused")),
             foreach=foreach if isinstance(foreach, bool) else None,
             capturable=bool(options.get("capturable")),
@@ -151,6 +160,10 @@ class EngineWatch:
     def __init__(self, engine: object) -> None:
         self._engine = weakref.ref(engine)
         self._reads_flag = _names(type(engine), ENGINE_FLAGS["uses_policy_flag"])
+
+    def watches(self, engine: object) -> bool:
+        """Whether it is this one."""
+        return self._engine() is engine
 
     def read(self) -> EngineFacts | None:
         """The engine's own offload flags as text, "missing" where it has none; None when it is gone."""

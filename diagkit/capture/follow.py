@@ -97,4 +97,3 @@ class Followed:
             kind = error = traceback = None
         phase.__exit__(kind, error, traceback)
         return swallowed
-

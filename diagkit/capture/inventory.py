@@ -10,9 +10,9 @@ to go.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from diagkit import torch_internals as internals
 from diagkit.capture.entries import Gradient, Handed, Slot, State
 from diagkit.capture.facts import EngineWatch, OptimizerWatch
+from diagkit.capture.glance import Signature, glance
 from diagkit.capture.residency import Key, decode, quiet
-from diagkit.capture.survey import survey
+from diagkit.capture.survey import Model, Survey, survey
 from diagkit.trace.schema import (
     ABSENT,
     BUFFER,
@@ -48,15 +49,6 @@ STATES = frozenset((OPTIMIZER_STATE, OPTIMIZER))
 Shape = tuple[int, ...] | None
 
 
-@dataclass(slots=True)
-class Model:
-    """One watched model: its label and root, and the names of its modules by id."""
-
-    label: str
-    root: weakref.ref[nn.Module]
-    names: dict[int, str]
-
-
 class Inventory:
     """All rows, what stands behind each, and its last reading.
 
@@ -64,9 +56,16 @@ class Inventory:
     the trace's number of a record.
     """
 
-    def __init__(self, define: Callable[[list[Row], list[Shape]], None], number: Callable[[Facts], int]) -> None:
+    def __init__(
+        self,
+        define: Callable[[list[Row], list[Shape]], None],
+        number: Callable[[Facts], int],
+        wants: Callable[[str], bool] = lambda name: True,
+    ) -> None:
         self._define = define
         self._number = number
+        self._wants = wants  # whether a tensor of this name gets a row
+        self._unlisted: dict[str, list[Slot]] = {}  # by model: parameters without a row, live all the same
         self.rows: list[Row] = []
         self.models: list[Model] = []
         self.dirty = False  # a module, parameter or FSDP group was added somewhere: look again before the next reading
@@ -80,6 +79,7 @@ class Inventory:
         self._index: dict[tuple[str, str, str, str], int] = {}  # kind, model, name, part -> row
         self._optimizers: list[OptimizerWatch] = []
         self.faults: list[str] = []  # what went wrong while reading, as text: an exception would keep tensors alive
+        self._glances: dict[int, Signature | None] = {}  # first row of a block -> its last signature
         self._afresh = False  # read also what a storage that is still the same one cannot change
 
     # ---- what is watched
@@ -101,15 +101,30 @@ class Inventory:
         watch = OptimizerWatch(weakref.ref(optimizer))
         self._optimizers.append(watch)
         n = len(self._optimizers)
-        self._add([(Row(0, OPTIMIZER, self._label(), type(optimizer).__name__, part="" if n == 1 else str(n)), watch)])
+        name, part = type(optimizer).__name__, "" if n == 1 else str(n)
+        self._add([(Row(0, OPTIMIZER, self._trained_by(optimizer), name, part=part), watch)])
 
-    def add_engine(self, engine: object) -> None:
+    def add_engine(self, engine: object, label: str | None = None) -> None:
         """Watches an engine's own offload flags; an object without weak references is left alone."""
+        model, name = label or self._label(), type(engine).__name__
         with contextlib.suppress(TypeError):
-            self._add([(Row(0, ENGINE, self._label(), type(engine).__name__), EngineWatch(engine))])
+            for n in itertools.count(1):
+                part = "" if n == 1 else str(n)
+                known = self._index.get((ENGINE, model, name, part))
+                if known is not None and self._entries[known].watches(engine):
+                    return
+                if known is None:
+                    self._add([(Row(0, ENGINE, model, name, part), EngineWatch(engine))])
+                    return
 
     def _label(self) -> str:
         return self.models[0].label if self.models else "model"
+
+    def _trained_by(self, optimizer: torch.optim.Optimizer) -> str:
+        """Label of the model whose parameters the optimizer holds; the first model's where it holds none's."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        labels = (m.label for m in self.models if any(id(p) in held for p in self._live(m.label)))
+        return next(labels, self._label())
 
     def watches(self, module: object) -> bool:
         """Whether this very module belongs to a watched model."""
@@ -138,14 +153,16 @@ class Inventory:
                 return name
         return type(subject if module is None else module).__name__
 
-    def live_parameters(self) -> Iterator[torch.Tensor]:
-        """The trained parameter of every slot of every model, ties once."""
-        for kind, block in self._blocks:
-            if kind == PARAMETER:
-                for row in block:
-                    slot = self._entries[row]
-                    if not slot.tie and (tensor := slot.tensor()) is not None:
-                        yield tensor
+    def live_parameters(self) -> Iterator[Iterator[torch.Tensor]]:
+        """Model by model, the trained parameter of every slot, ties once."""
+        return (self._live(model.label) for model in self.models)
+
+    def _live(self, label: str) -> Iterator[torch.Tensor]:
+        blocks = (block for kind, block in self._blocks if kind == PARAMETER and self.rows[block[0]].model == label)
+        listed = (self._entries[row] for block in blocks for row in block)
+        for slot in itertools.chain(listed, self._unlisted.get(label, ())):
+            if not slot.tie and (tensor := slot.tensor()) is not None:
+                yield tensor
 
     def look_again(self) -> None:
         """Takes in modules, parameters and FSDP groups that came since."""
@@ -158,6 +175,7 @@ class Inventory:
         with quiet():
             found = survey(root, model.label)
             model.names = found.names
+            self._leave_out(found, model.label)
             there: set[tuple[str, str, str, str]] = set()
             for block in (found.parameters, found.buffers, found.groups):
                 there.update((row.kind, row.model, row.name, row.part) for row, _ in block)
@@ -165,6 +183,12 @@ class Inventory:
         for key, row in self._index.items():
             if key[0] in (PARAMETER, BUFFER, GROUP) and key[1] == model.label and key not in there:
                 self._entries[row].leave()
+
+    def _leave_out(self, found: Survey, label: str) -> None:
+        self._unlisted[label] = [slot for row, slot in found.parameters if not self._wants(row.name)]
+        if self._unlisted[label]:
+            found.parameters = [pair for pair in found.parameters if self._wants(pair[0].name)]
+        found.buffers = [pair for pair in found.buffers if self._wants(pair[0].name)]
 
     def _add(self, found: Iterable[tuple[Row, Any]]) -> None:
         """Gives each its row: a known name keeps its number and gets its new entry, the others become a new block."""
@@ -222,6 +246,10 @@ class Inventory:
                 self._shielded("optimizer states", self._find_states)
             for kind, block in self._blocks:
                 if kind in kinds:
+                    signature = None if self._afresh else glance(kind, self._entries[block.start : block.stop])
+                    if signature is not None and signature == self._glances.get(block.start):
+                        continue
+                    self._glances[block.start] = signature
                     read_row = self._read_tensors if kind in TENSOR_KINDS else self._read_facts
                     rows = iter(block)
                     # One row that cannot be read must not hide those behind it.
@@ -297,6 +325,7 @@ class Inventory:
         """Makes rows for tensors that were handed out (name, global shape, key, storage); what changed by them."""
         live = {self._storages[row] for kind, block in self._blocks if kind == PARAMETER for row in block}
         label = self._label()
+        readings = [reading for reading in readings if self._wants(reading[0])]
         self._add(
             (Row(0, EXPORT, label, name, shape=shape, of=self._index.get((PARAMETER, label, name, ""))), Handed())
             for name, shape, *_ in readings

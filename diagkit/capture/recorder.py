@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -51,6 +52,8 @@ _TENSORS = frozenset(TENSOR_KINDS)
 TROUBLES = 20
 
 
+#: Modules through which a phase is entered for a block of somebody else's.
+_WAYS_IN = ("contextlib", "diagkit.capture.follow")
 #: An exported tensor: name, shape, key, storage.
 _Reading = tuple[str, tuple[int, ...] | None, Key, int]
 
@@ -66,7 +69,9 @@ class _OpenPhase:
 class Recorder:
     """Watches models and optimizers of this process. Use it through `record`, or `close()` it yourself."""
 
-    def __init__(self, writer: TraceWriter, detail: str = "transitions") -> None:
+    def __init__(
+        self, writer: TraceWriter, detail: str = "transitions", wants: Callable[[str], bool] = lambda name: True
+    ) -> None:
         self._writer = writer
         self._detail = detail
         self._lock = threading.RLock()
@@ -76,7 +81,7 @@ class Recorder:
         self._troubles = 0
         self._pid = os.getpid()
         self._closed = False
-        self._inventory = Inventory(self._define, writer.fact_id)
+        self._inventory = Inventory(self._define, writer.fact_id, wants)
         self._unwritten: list[list[Change]] = []  # read, and not yet in the trace
 
     # ---- what is watched
@@ -86,22 +91,33 @@ class Recorder:
         model: nn.Module | Mapping[str, nn.Module] | None = None,
         optimizer: Any = None,
         engine: object | None = None,
+        label: str | None = None,
     ) -> None:
-        """Takes models (by label, where there are several), optimizers and an engine's flags in."""
-        self._safely("watch", self._watch, model, optimizer, engine)
+        """Takes models (by label, where there are several), optimizers and an engine's flags in. ``label`` is that of
+        the engine's model, by default the first one's."""
+        self._safely("watch", self._watch, model, optimizer, engine, label)
 
-    def _watch(self, model: Any, optimizer: Any, engine: object | None) -> None:
+    def _watch(self, model: Any, optimizer: Any, engine: object | None, label_of_engine: str | None) -> None:
         for label, root in model.items() if isinstance(model, Mapping) else [("model", model)]:
             if root is not None:
                 self._inventory.add_model(root, label)
         for one in [optimizer] if hasattr(optimizer, "param_groups") else optimizer or ():
             self._inventory.add_optimizer(one)
         if engine is not None:
-            self._inventory.add_engine(engine)
+            self._inventory.add_engine(engine, label_of_engine)
 
     def observe(self) -> None:
         """Puts the hooks in, also into what the job has imported since. Only recorders of calls need it."""
         self._safely("observe", hooks.add, self)
+
+    def watches(self, module: nn.Module) -> bool:
+        """Whether the module belongs to a watched model."""
+        return self._inventory.watches(module)
+
+    @property
+    def path(self) -> Path | None:
+        """The trace's file, None where it goes to none."""
+        return self._writer.path
 
     @property
     def lines(self) -> list[bytes]:
@@ -141,10 +157,9 @@ class Recorder:
             self._safely("export", self._exported, readings)
 
     def _look(self, pair: tuple[str, Any], readings: list[_Reading]) -> None:
-        name, tensor = pair
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor):
             with quiet():
-                readings.append((str(name), tuple(tensor.shape), *read(tensor)))
+                readings.append((str(pair[0]), tuple(pair[1].shape), *read(pair[1])))
 
     def _exported(self, readings: list[_Reading]) -> None:
         self._unwritten.append(self._inventory.exported(readings))
@@ -168,7 +183,7 @@ class Recorder:
         self._writer.close(reason)
 
     def _enter(self, name: str, label: str, caller: FrameType) -> _OpenPhase:
-        while caller.f_back is not None and caller.f_globals.get("__name__") == "contextlib":  # an ExitStack
+        while caller.f_back is not None and caller.f_globals.get("__name__") in _WAYS_IN:
             caller = caller.f_back
         self._ordinal += 1
         parent = self._phases[-1].ordinal if self._phases else 0
@@ -293,7 +308,7 @@ class Recorder:
     def _write(self, kind: str, label: str, phase: int | None = None, **more: Any) -> None:
         """A moment with all that was read since the last one that was written."""
         # More than one reading: a fault of ours came between, and only the whole state is sure to be right.
-        key = self._writer.wants_key() or len(self._unwritten) > 1
+        key = self._writer.wants_key(kind) or len(self._unwritten) > 1
         if key:
             # Exchanges since the last moment must not be lost in a whole state.
             exchanged = {

@@ -15,6 +15,15 @@ from diagkit.trace.schema import BUFFER, GROUP, PARAMETER, Row
 
 
 @dataclass(slots=True)
+class Model:
+    """One watched model: its label and root, and the names of its modules by id."""
+
+    label: str
+    root: weakref.ref[nn.Module]
+    names: dict[int, str]
+
+
+@dataclass(slots=True)
 class Survey:
     """Rows (their ids still to be given) with what stands behind each, in the order of ``named_modules()``."""
 

@@ -47,6 +47,48 @@ class NullSink:
         pass
 
 
+class CappedSink:
+    """Lets another sink grow to a size. Beyond it only failures, and what says how the trace ended, get through."""
+
+    #: Failures written beyond the cap; more would be the same ones again.
+    FAILURES = 20
+
+    def __init__(self, inner: Sink, limit: int) -> None:
+        self._inner = inner
+        self._limit = limit
+        self._size = 0
+        self._failures = 0
+        self.full = False
+
+    def write(self, line: bytes) -> str | None:
+        """Appends the line; the note that is returned is the marker in the trace.
+
+        Raises:
+            OSError: the cap is reached and the line can be done without.
+        """
+        if self.full and not self._vital(line):
+            raise OSError(errno.EFBIG, f"the size cap of {self._limit:,} bytes is reached")
+        note = self._inner.write(line)
+        self._size += len(line)
+        if self.full or self._size < self._limit:
+            return note
+        self.full = True
+        return f"the size cap of {self._limit:,} bytes is reached: from here on only failures and the end are written"
+
+    def _vital(self, line: bytes) -> bool:
+        head = line[:200]
+        if b'"kind":"failure"' in head:
+            self._failures += 1
+            return self._failures <= self.FAILURES
+        return b'"ev":"moment"' not in head
+
+    def sync(self) -> None:
+        self._inner.sync()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 class FileSink:
     """Unbuffered appends to one file, by the process that opened it alone: a forked child writes nothing.
 

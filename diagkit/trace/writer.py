@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from diagkit.errors import TraceError
-from diagkit.trace.schema import Cause, Change, Facts, Failure, Header, Row, facts_to_json
-from diagkit.trace.sinks import FileSink, MemorySink, NullSink, Sink
+from diagkit.trace.schema import FAILURE, Cause, Change, Facts, Failure, Header, Row, facts_to_json
+from diagkit.trace.sinks import CappedSink, FileSink, MemorySink, NullSink, Sink
 
 __all__ = ["FileSink", "MemorySink", "NullSink", "Sink", "TraceWriter", "open_folder", "rank_file", "table_hash"]
 
@@ -84,6 +84,7 @@ class TraceWriter:
         self._warned = False
         self._slow = False
         self._closed = False
+        self.path: Path | None = None
         self._facts: dict[Facts, int] = {}
         self._records: list[Facts] = []  # by number, less one
         self._causes: dict[Cause, int] = {}
@@ -99,8 +100,11 @@ class TraceWriter:
         self._emit("header", 0, asdict(header))
 
     @classmethod
-    def create(cls, folder: str | os.PathLike[str], header: Header, *, overwrite: bool = False) -> TraceWriter:
-        """A writer for this rank's file in the folder, which is made if need be.
+    def create(
+        cls, folder: str | os.PathLike[str], header: Header, *, overwrite: bool = False, limit: int = 0
+    ) -> TraceWriter:
+        """A writer for this rank's file in the folder, which is made if need be; ``limit`` is its size in bytes at
+        which only failures are written, 0 for none.
 
         Raises:
             TraceError: the folder cannot be written, or holds this rank's trace of another run.
@@ -113,7 +117,9 @@ class TraceWriter:
                 raise TraceError(
                     "a trace is there already", where=path, remedy="Name a new folder, or pass overwrite=True"
                 )
-            return cls(FileSink(path), header)
+            writer = cls(CappedSink(FileSink(path), limit) if limit else FileSink(path), header)
+            writer.path = path
+            return writer
         except OSError as error:
             raise TraceError(
                 "cannot write a trace",
@@ -158,9 +164,15 @@ class TraceWriter:
         if local_shapes is not None and any(shape is not None for shape in local_shapes):
             self._emit("local", phase, {"base": rows[0].id, "shapes": _runs(local_shapes)})
 
-    def wants_key(self) -> bool:
-        """Whether the next moment should carry the whole state."""
+    def wants_key(self, kind: str = "") -> bool:
+        """Whether the next moment, if of this kind, should carry the whole state."""
+        if self._full and kind != FAILURE:
+            return False  # it will not be written
         return self.moments == 0 or self._since_key >= KEY_EVERY
+
+    @property
+    def _full(self) -> bool:
+        return isinstance(self._sink, CappedSink) and self._sink.full
 
     def ask_key(self) -> None:
         """Lets the next moment carry the whole state: differences since the last one may have been lost."""
@@ -181,6 +193,11 @@ class TraceWriter:
     ) -> None:
         """One moment. ``key``: the changes are the whole state. ``begins``: name, parent, label of a new phase."""
         changes = list(changes)
+        if self._full and kind != FAILURE:
+            self._lost += 1
+            self._seq += 1
+            self._lost_moment(phase, changes, None, begins)
+            return
         event: dict[str, Any] = {"kind": kind, "label": label}
         if key:
             event["key"] = 1

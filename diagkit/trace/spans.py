@@ -1,0 +1,28 @@
+"""Ranks as people write them: ``0-3,7``."""
+
+from __future__ import annotations
+
+import re
+
+
+def parse_spans(text: str) -> list[tuple[int, int]]:
+    """First and last of each span.
+
+    Raises:
+        ValueError: it is no list of ranks.
+
+    >>> parse_spans("0-3,7")
+    [(0, 3), (7, 7)]
+    """
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
+        if match is None:
+            raise ValueError("ranks such as 0-3,7")
+        found.append((int(match[1]), int(match[2] or match[1])))
+    return found
+
+
+def in_spans(rank: int, spans: list[tuple[int, int]]) -> bool:
+    """Whether one of the spans holds the rank."""
+    return any(first <= rank <= last for first, last in spans)
