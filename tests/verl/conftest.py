@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -13,7 +15,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from realengines import environment
 from realengines.cells import RELEASES, Cell, cells_of
-from realengines.compare import Facts, differences, facts_of, table
+from realengines.compare import DemoCell, Facts, differences, facts_of, facts_of_demo, table
 from realengines.known import KNOWN
 from realengines.launch import Reports, launch
 
@@ -37,6 +39,21 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 def facts(reports: Reports) -> dict[Cell, Facts]:
     """The comparable words of every cell."""
     return {cell: facts_of(ranks) for cell, ranks in reports.items()}
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[DemoCell, Facts]:
+    """What ``diagkit demo`` says of the lab's engines, at the revisions that verl's releases stand for."""
+    revisions = [word for revision in RELEASES.values() for word in ("--revision", revision)]
+    command = [sys.executable, "-m", "diagkit", "demo", "--ranks", "2", "--device", "sim", "--control", "--json"]
+    out = tmp_path_factory.mktemp("demo")
+    done = subprocess.run([*command, *revisions, "--out", str(out)], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    entries = json.loads(done.stdout)["cells"]
+    return {
+        (entry["engine"], entry["revision"], entry["operation"], entry["flags"], entry["group"]): facts_of_demo(entry)
+        for entry in entries
+    }
 
 
 @pytest.fixture(scope="session", autouse=True)

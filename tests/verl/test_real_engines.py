@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from realengines.cells import RELEASES, SFT_GROUPS, Cell, cells_of
-from realengines.compare import Facts, KnownDifference, differences
+from realengines.compare import DemoCell, Facts, KnownDifference, demo_cell, differences
 from realengines.known import KNOWN
 
 # The first test pays for all cells: two minutes on an idle machine with two cores.
@@ -26,6 +26,27 @@ def test_the_lab_does_what_verl_does(cell: Cell, facts: dict[Cell, Facts]) -> No
     found = differences(cell, facts[cell], facts[cell.counterpart], KNOWN)
     unknown = [f"{d.fact}: verl {d.real!r}, lab {d.lab!r}" for d in found if d.known is None]
     assert not unknown, f"{cell.name} differs from {cell.counterpart.name}:\n" + "\n".join(unknown)
+
+
+DEMO_SHOWS = {
+    "policy": ("save", "load", "export", "train"),
+    "manual": ("save", "load", "export"),
+    "both": ("load", "train"),
+}
+IN_DEMO = [cell for cell in CELLS if cell.ranks == 2 and cell.operation in DEMO_SHOWS[cell.offload]]
+
+
+@pytest.mark.parametrize("cell", IN_DEMO, ids=lambda cell: cell.name)
+def test_the_demo_tells_of_the_lab_what_verl_does(
+    cell: Cell, facts: dict[Cell, Facts], demo: dict[DemoCell, Facts]
+) -> None:
+    told = demo[demo_cell(cell)]
+    assert {"outcome", "parameters, init", "buffers, init"} <= told.keys()
+    real = {fact: word for fact, word in facts[cell].items() if fact in told}
+    unknown = [
+        f"{d.fact}: verl {d.real!r}, demo {d.lab!r}" for d in differences(cell, real, told, KNOWN) if not d.known
+    ]
+    assert not unknown, "\n".join(unknown)
 
 
 # What happened to the real engines, as an anchor: a simulator that stopped splitting would make both sides agree.

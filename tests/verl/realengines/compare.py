@@ -7,14 +7,16 @@ values are right. Counts are not compared, the two models differ; what is compar
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from realengines.cells import Cell
+from realengines.cells import RELEASES, Cell
 
 Facts = dict[str, str]
+DemoCell = tuple[str, str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,28 @@ def _facts_of_rank(report: Mapping[str, Any]) -> Facts:
     for name in ("values_equal", "every_weight_changed", "files"):
         if name in report:
             facts[name.replace("_", " ")] = str(report[name])
+    return facts
+
+
+def demo_cell(cell: Cell) -> DemoCell:
+    """Name a real cell's counterpart as ``diagkit demo --json`` does: engine, revision, operation, flags, group."""
+    return (cell.engine, RELEASES[cell.release], cell.operation, cell.offload, cell.groups)
+
+
+def facts_of_demo(entry: Mapping[str, Any]) -> Facts:
+    """Reduce one cell of ``diagkit demo --json`` to the same words, as far as it has them."""
+    error = entry["exception"]
+    facts = {"outcome": f"{error['type']} in {entry['operation']}: {_cause(error['message'])}" if error else "ok"}
+    last = "failure" if error else "end"
+    for moment, name in (("init", "rest"), (last, last)):
+        for kind, counts in entry["residency"][name].items():
+            places = Counter[str]()
+            for place, count in counts.items():
+                # The demo names the device with its index, "npu:0/cpu pinned".
+                places[re.sub(r":\d+", "", place)] += count
+            facts[f"{kind}, {moment}"] = _places(places)
+    if entry["exported"]:
+        facts["exported to"] = entry["exported"] if isinstance(entry["exported"], str) else _places(entry["exported"])
     return facts
 
 
