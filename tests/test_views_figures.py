@@ -100,7 +100,7 @@ def test_a_map_says_that_the_accelerator_is_simulated() -> None:
 def test_the_cause_is_told_under_the_moment_it_struck() -> None:
     words = residency_map(engine_trace()).to_text()
     (mark,) = re.findall(r"save: Module.to (\[\d\])", words)
-    assert f"{mark} cause: engine.py:41 save_checkpoint  FSDPEngine.save_checkpoint → load_model_to_device" in words
+    assert f"{mark} cause: engine.py:41 save_checkpoint · FSDPEngine.save_checkpoint → load_model_to_device" in words
 
 
 def test_a_passing_split_has_no_crimson_outline_and_a_lasting_one_has() -> None:
@@ -330,7 +330,7 @@ def test_the_picture_is_the_one_that_was_looked_at(
 ) -> None:
     """Renew a picture by deleting it from tests/baseline and running this test; then look at it."""
     drawn, kept = tmp_path / f"{name}.png", BASELINE / f"{name}.png"
-    PICTURES[name]().savefig(drawn, dpi=60)
+    PICTURES[name]().savefig(drawn, dpi=50)
     if not kept.exists():
         kept.write_bytes(drawn.read_bytes())
         pytest.fail(f"{kept} was missing and has been drawn: look at it, then run again")

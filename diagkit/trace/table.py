@@ -95,7 +95,9 @@ class ResidencyTable:
         facts = rank.state(index).facts
         pairs = ((row, rank.facts[facts[row.id]]) for row in rank.rows if row.kind in wanted)
         label = rank.moments[index].label
-        title = f"rank {rank.rank} of {rank.header.world_size}, at “{label}”"
+        title = f"rank {rank.rank} of {rank.header.world_size}"
+        if len(rank.moments) > 1:
+            title += f", at “{label}”"
         return cls.of(((row, f) for row, f in pairs if isinstance(f, Residency)), title, rank.header.simulated)
 
     @property

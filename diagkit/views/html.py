@@ -30,9 +30,9 @@ STYLE = f"""
 .dkt{{font:13px/1.45 'DejaVu Sans',Verdana,sans-serif;color:{palette.INK};background:{palette.GROUND};padding:10px 14px;border-radius:6px;overflow-x:auto}}
 .dkt table{{font:inherit;border-collapse:collapse;margin:6px 0}}
 .dkt caption{{text-align:left;color:{palette.MUTED};padding:2px 0 6px}}
-.dkt th,.dkt td{{text-align:left;padding:3px 14px 3px 0;border:0;background:none;white-space:nowrap;vertical-align:top}}
+.dkt th,.dkt td{{text-align:left!important;padding:3px 14px 3px 0;border:0;white-space:nowrap;vertical-align:top}}
 .dkt thead th{{color:{palette.MUTED};font-weight:normal;border-bottom:1px solid {palette.FAINT}}}
-.dkt tbody th{{font-weight:normal}}
+.dkt tbody th{{font-weight:normal}} .dkt tr{{background:none!important}}
 .dkt .chip{{display:inline-block;min-width:4.5em;padding:1px 8px;border-radius:4px}}
 .dkt .bad{{color:{palette.BAD}}} .dkt .good{{color:{palette.GOOD}}} .dkt .quiet{{color:{palette.MUTED}}}
 .dkt .split{{outline:2px solid {palette.BAD}}}

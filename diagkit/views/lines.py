@@ -6,14 +6,13 @@ that holds a split is never the one that is dropped.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from diagkit.trace.patterns import compress
 from diagkit.trace.schema import BUFFER, PARAMETER
 from diagkit.views.scene import clean
-from diagkit.views.story import Cell, Story, Tensor
+from diagkit.views.story import Cell, Story, Tensor, named
 
 __all__ = ["Line", "Page", "gather"]
 
@@ -124,7 +123,4 @@ def _label(kind: str, text: str, part: str) -> str:
 
 
 def _expanded(name: str, expand: bool | str | Iterable[str]) -> bool:
-    if isinstance(expand, bool):
-        return expand
-    wanted = (expand,) if isinstance(expand, str) else expand
-    return any(fnmatch.fnmatchcase(name, pattern) or pattern in name for pattern in wanted)
+    return expand if isinstance(expand, bool) else named(name, expand)

@@ -53,6 +53,7 @@ def residency_map(
     rank: int | None = None,
     phase: str | None = None,
     moments: int | Sequence[int] = 8,
+    only: str | Iterable[str] | None = None,
     expand: bool | str | Iterable[str] = (),
     kinds: Iterable[str] = ("parameter", "buffer"),
     rows: int = 24,
@@ -66,6 +67,7 @@ def residency_map(
         rank: whose; the rank that failed first, else the lowest, unless given.
         phase: only this phase, by name.
         moments: at most so many moments, or the indices of those to show.
+        only: tensors whose names match this shell pattern, or one of these, or hold the text; None for all.
         expand: names (or shell patterns) that get a row each instead of sharing a pattern; True for all.
         kinds: kinds of tensor, of `diagkit.trace.schema.TENSOR_KINDS`.
         rows: at most so many rows; what is left out is counted.
@@ -76,9 +78,9 @@ def residency_map(
         UsageError: no such phase, moment or kind, or nothing to show.
     """
     one = _rank_of(trace, rank)
-    story = tell(one, phase=phase, moments=moments, kinds=tuple(kinds))
+    story = tell(one, phase=phase, moments=moments, kinds=tuple(kinds), only=only)
     verdict = judge(story)
-    alike = words.other_ranks(trace, story, phase) if isinstance(trace, Trace) else ""
+    alike = words.other_ranks(trace, story, phase, only) if isinstance(trace, Trace) else ""
     lines = gather([story], expand, rows)
     around = context(story) + (f" · {alike}" if alike else "")
     return _draw([(story, verdict, "")], lines, title or verdict.title, around, width)
@@ -92,6 +94,7 @@ def before_after(
     rank: int | None = None,
     phase: str | None = None,
     moments: int | tuple[Sequence[int], Sequence[int]] = 5,
+    only: str | Iterable[str] | None = None,
     expand: bool | str | Iterable[str] = (),
     kinds: Iterable[str] = ("parameter", "buffer"),
     rows: int = 24,
@@ -106,8 +109,10 @@ def before_after(
     chosen: tuple[int | Sequence[int], ...] = (moments, moments) if isinstance(moments, int) else moments
     wanted = tuple(kinds)
     told = []
+    first = _rank_of(before, rank).rank  # the same one of both, wherever it is there
     for trace, name, which in zip((before, after), names, chosen, strict=True):
-        story = tell(_rank_of(trace, rank), phase=phase, moments=which, kinds=wanted)
+        one = _rank_of(trace, first if isinstance(trace, Trace) and first in trace.ranks else rank)
+        story = tell(one, phase=phase, moments=which, kinds=wanted, only=only)
         told.append((story, judge(story), name))
     lines = gather([story for story, _, _ in told], expand, rows)
     found = "; ".join(

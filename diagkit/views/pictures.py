@@ -1,4 +1,4 @@
-"""``python -m diagkit.views.pictures FOLDER``: draws the README's picture anew, from a run made for it (make pictures)."""
+"""``python -m diagkit.views.pictures FOLDER``: draws the README's picture from a run made for it (make pictures)."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def _unscaled():  # type: ignore[no-untyped-def]
     """The flag for a font's own units, so that no rounding to pixels creeps in. An enum since matplotlib 3.10."""
     from matplotlib import ft2font
 
-    return ft2font.LoadFlags.NO_SCALE if hasattr(ft2font, "LoadFlags") else ft2font.LOAD_NO_SCALE
+    return ft2font.LoadFlags.NO_SCALE if hasattr(ft2font, "LoadFlags") else 1
 
 
 @functools.lru_cache(maxsize=2)

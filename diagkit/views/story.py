@@ -7,6 +7,7 @@ others may.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from diagkit.errors import UsageError
 from diagkit.trace.reader import RankTrace
 from diagkit.trace.schema import ABSENT, CALL, ENTER, EXIT, FAILURE, MARK, TENSOR_KINDS, Facts, Moment, Phase, Residency
 
-__all__ = ["Cell", "Column", "Story", "Tensor", "tell"]
+__all__ = ["Cell", "Column", "Story", "Tensor", "named", "tell"]
 
 #: Who a row is, in whatever trace: kind, model, name, part.
 Tensor = tuple[str, str, str, str]
@@ -78,6 +79,7 @@ def tell(
     phase: str | None = None,
     moments: int | Sequence[int] = 8,
     kinds: Iterable[str] = ("parameter", "buffer"),
+    only: str | Iterable[str] | None = None,
 ) -> Story:
     """The story of one rank: of all phases or those of one name; at most so many moments, or just those of these
     indices.
@@ -88,7 +90,7 @@ def tell(
     kinds = tuple(kinds)
     if unknown := [kind for kind in kinds if kind not in TENSOR_KINDS]:
         raise UsageError("unknown kind of tensor", found=unknown[0], expected=f"one of {', '.join(TENSOR_KINDS)}")
-    rows = [row for row in rank.rows if row.kind in kinds]
+    rows = [row for row in rank.rows if row.kind in kinds and (only is None or named(row.name, only))]
     chosen = _moments_of(rank, phase)
     if not rows or not chosen:
         raise UsageError("nothing to show", found=f"{len(rows)} tensors, {len(chosen)} moments", where=rank.path)
@@ -110,6 +112,12 @@ def tell(
         cells,
         tuple(zip(*(seen[i][1] for i in kept), strict=True)),
     )
+
+
+def named(name: str, wanted: str | Iterable[str]) -> bool:
+    """Whether a name matches one of these shell patterns or holds one of these texts."""
+    patterns = (wanted,) if isinstance(wanted, str) else wanted
+    return any(fnmatch.fnmatchcase(name, pattern) or pattern in name for pattern in patterns)
 
 
 def _moments_of(rank: RankTrace, phase: str | None) -> list[Moment]:

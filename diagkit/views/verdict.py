@@ -101,7 +101,8 @@ def _split(story: Story, run: Run, raised: str) -> Verdict:
     phase = clean(first.phase.name) or "the run"
     call = clean(first.moment.label if first.moment.cause is None else _call(first))
     noun = _noun(story)
-    many = f"all {worst.splits:,} {noun}" if worst.splits == _number(story) else f"{worst.splits:,} {noun}"
+    whole = 1 < worst.splits == _number(story)
+    many = f"all {worst.splits:,} {noun}" if whole else f"{worst.splits:,} {noun}"
     pair = next((c for history in story.histories for c in (story.cells[n] for n in history) if c and c.split), None)
     places = f": metadata says {pair.metadata}, the bytes are on {pair.storage}" if pair else ""
     return Verdict(
@@ -132,12 +133,11 @@ def _healthy(story: Story, count: str) -> tuple[str, str]:
     if len(path) <= 1:
         place = f"on {path[0] if path else 'no device'}{', pinned' if pinned and path else ''}"
         comma = "," if pinned and through else ""
-        return f"All {count} stay {place}{comma}{through}", f"all {count} stay {place}"
+        stay = f"{count} stays" if _number(story) == 1 else f"all {count} stay"
+        return f"{_capital(stay)} {place}{comma}{through}", f"{stay} {place}"
     journey = " → ".join(path[:5]) + (" → …" if len(path) > 5 else "")
-    return (
-        f"Metadata and bytes of all {count} move together{through}: {journey}",
-        f"all {count} move together: {journey}",
-    )
+    of = count if _number(story) == 1 else f"all {count}"
+    return f"Metadata and bytes of {of} move together{through}: {journey}", f"{of} in one piece: {journey}"
 
 
 def _call(column: Column) -> str:

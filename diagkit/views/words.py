@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diagkit.errors import UsageError
@@ -27,6 +27,8 @@ __all__ = [
     "panel_verdict",
     "passing",
 ]
+
+Names = str | Iterable[str] | None
 
 #: More ranks than this are not compared for a figure's subtitle.
 RANK_LIMIT = 64
@@ -107,8 +109,8 @@ def notes(story: Story, verdict: Verdict, limit: int = 4) -> list[Note]:
 
 
 def cause_text(cause: Cause) -> str:
-    """``"engine.py:41 save_checkpoint → load_model_to_device → Module.to → FSDPParam.reset_sharded_param"``."""
-    where = f"{frame_text(cause.frame)}  " if cause.frame else ""
+    """``"engine.py:41 save_checkpoint · load_model_to_device → Module.to → FSDPParam.reset_sharded_param"``."""
+    where = f"{frame_text(cause.frame)} · " if cause.frame else ""
     return where + " → ".join(clean(step) for step in cause.chain or (cause.operation,))
 
 
@@ -145,7 +147,7 @@ def _unshown_change(story: Story) -> bool:
     return any((c.changed or c.failed) and c.moment.index not in shown for c in story.every)
 
 
-def other_ranks(trace: Trace, story: Story, phase: str | None) -> str:
+def other_ranks(trace: Trace, story: Story, phase: str | None, only: Names = None) -> str:
     """Whether the other ranks lived the same; empty for a lone rank or too many."""
     others = [rank for rank in trace if rank.rank != story.rank.rank]
     if not others:
@@ -156,7 +158,7 @@ def other_ranks(trace: Trace, story: Story, phase: str | None) -> str:
     unlike: list[int] = []
     where: dict[str, None] = {}
     for rank in others:
-        if phases := _differs(story, rank, phase, kinds):
+        if phases := _differs(story, rank, phase, kinds, only):
             unlike.append(rank.rank)
             where.update(dict.fromkeys(phases))
     if not unlike:
@@ -166,14 +168,15 @@ def other_ranks(trace: Trace, story: Story, phase: str | None) -> str:
     return f"rank {shown} differs{places}" if len(unlike) == 1 else f"ranks {shown} differ{places}"
 
 
-def _differs(story: Story, rank: RankTrace, phase: str | None, kinds: tuple[str, ...]) -> list[str]:
+def _differs(story: Story, rank: RankTrace, phase: str | None, kinds: tuple[str, ...], only: Names) -> list[str]:
     """The phases in which that rank lived otherwise at the moments that are shown; ``[""]`` where moments do not pair
     up.
     """
     if len(rank.moments) != len(story.rank.moments):
         return [""]
     try:
-        other = tell(rank, phase=phase, moments=[column.moment.index for column in story.columns], kinds=kinds)
+        shown = [column.moment.index for column in story.columns]
+        other = tell(rank, phase=phase, moments=shown, kinds=kinds, only=only)
     except UsageError:
         return [""]
     if other.tensors != story.tensors:
