@@ -164,6 +164,15 @@ def group_backends(group: Any = None) -> str:
         return ""
 
 
+def default_store() -> Any | None:
+    """The store through which the ranks of the main process group found each other; None where there is none."""
+    dist = loaded("torch.distributed.distributed_c10d")
+    if dist is None or not dist.is_initialized():
+        return None
+    get = getattr(dist, "_get_default_store", None)
+    return None if get is None else get()
+
+
 # ---- FSDP2
 
 

@@ -21,7 +21,7 @@ from diagkit.capture.begin import start
 from diagkit.capture.follow import followed
 from diagkit.capture.parts import models_of, optimizers_of
 from diagkit.capture.recorder import Recorder
-from diagkit.errors import UsageError
+from diagkit.errors import TraceError, UsageError
 from diagkit.trace.reader import RankTrace, read_file, read_rank
 
 #: Operation -> phase, by the names of verl's engines and of plain trainers.
@@ -65,7 +65,7 @@ def attach(
     operations: Mapping[str, str] | None = None,
     label: str = "model",
     detail: str = "transitions",
-    recorder: Recorder | None = None,
+    recorder: Recorder | Callable[[], Recorder | None] | None = None,
     job: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     on_failure: Callable[[BaseException], None] | None = None,
@@ -74,8 +74,8 @@ def attach(
 
     The engine is any object with some of the methods of `OPERATIONS`; ``operations`` names others,
     ``{"dump": "save"}``. Its models and optimizers are found by themselves, also those that it makes later. Without
-    ``out`` the trace stays in memory (``.trace``); ``recorder`` joins one that is already at work, and ``label``
-    tells the engine's model apart there.
+    ``out`` the trace stays in memory (``.trace``); ``recorder`` joins one that is already at work (or a function
+    that gives it, once it has begun), and ``label`` tells the engine's model apart there.
 
     Raises:
         UsageError: no operation to watch, or a name in ``operations`` that the engine does not have.
@@ -123,17 +123,18 @@ class Attachment:
     def __init__(
         self,
         engine: Any,
-        recorder: Recorder,
+        recorder: Recorder | Callable[[], Recorder | None],
         names: Mapping[str, str],
         label: str,
         own: bool,
         on_failure: Callable[[BaseException], None] | None,
     ) -> None:
         self.engine = engine
-        self.recorder = recorder
+        self._given = recorder
+        self.working = 0  # operations under way
         self.operations = dict(names)
         self.attached = True
-        self._label = label
+        self.label = label
         self._own = own
         self._on_failure = on_failure
         self._covers: dict[str, tuple[_Cover, Any]] = {}
@@ -142,11 +143,21 @@ class Attachment:
         self._look()
 
     @property
+    def recorder(self) -> Recorder | None:
+        """The recorder, None where it has not begun yet."""
+        return self._given if isinstance(self._given, Recorder) else self._given()
+
+    @property
     def trace(self) -> RankTrace:
-        """This rank's trace so far."""
-        if self.recorder.path is not None:
-            return read_file(self.recorder.path)
-        return read_rank(self.recorder.lines)
+        """This rank's trace so far.
+
+        Raises:
+            TraceError: nothing was recorded yet.
+        """
+        recorder = self.recorder
+        if recorder is None:
+            raise TraceError("nothing was recorded yet", where=type(self.engine).__name__)
+        return read_rank(recorder.lines) if recorder.path is None else read_file(recorder.path)
 
     def detach(self) -> None:
         """Gives the engine its own methods back, and ends the recording where it was begun here. Again: harmless."""
@@ -164,8 +175,8 @@ class Attachment:
         if self._class is not None and type(self.engine) is self._class:
             self.engine.__class__ = self._class.__mro__[1]
         self._covers.clear()
-        if self._own:
-            self.recorder.close()
+        if self._own and isinstance(self._given, Recorder):
+            self._given.close()
 
     def __enter__(self) -> Attachment:
         return self
@@ -206,7 +217,7 @@ class Attachment:
             self.engine.__class__ = self._class
         except TypeError as error:
             self._class = None
-            self.recorder.trouble(f"attaching to {', '.join(names)}", error)
+            self._trouble(f"attaching to {', '.join(names)}", error)
 
     def _getter(self, cls: type, name: str, phase: str) -> Callable[[Any], Any]:
         def covered(engine: Any) -> Any:
@@ -219,15 +230,20 @@ class Attachment:
 
     def run(self, cover: _Cover, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operation of the engine as a phase."""
+        recorder = self.recorder
+        if recorder is None:
+            return cover.original(*args, **kwargs)
         name = cover.operation
         label = f"{type(self.engine).__name__}.{name}"
-        block = functools.partial(self.recorder.phase, cover.phase, label)
+        watch = functools.partial(self._exported, recorder)
         if name in _CONTEXTS or inspect.iscoroutinefunction(cover.original):
+            block = functools.partial(recorder.phase, cover.phase, label)
             result = cover.original(*args, **kwargs)
-            return followed(result, block, self._exported, contexts=name in _CONTEXTS)
+            return followed(result, block, watch, contexts=name in _CONTEXTS)
         self._look()
+        self.working += 1
         try:
-            with self.recorder.phase(cover.phase, label):
+            with recorder.phase(cover.phase, label):
                 try:
                     result = cover.original(*args, **kwargs)
                 finally:
@@ -235,12 +251,14 @@ class Attachment:
         except BaseException as error:
             self._failed(error)
             raise
-        handed = functools.partial(self.recorder.phase, cover.phase, f"{label}: consumed")
-        return followed(result, handed, self._exported, contexts=False)
+        finally:
+            self.working -= 1
+        handed = functools.partial(recorder.phase, cover.phase, f"{label}: consumed")
+        return followed(result, handed, watch, contexts=False)
 
-    def _exported(self, tensors: Iterator[Any]) -> Iterator[Any]:
+    def _exported(self, recorder: Recorder, tensors: Iterator[Any]) -> Iterator[Any]:
         try:
-            yield from self.recorder.exported(tensors)
+            yield from recorder.exported(tensors)
         except BaseException as error:
             self._failed(error)
             raise
@@ -252,12 +270,20 @@ class Attachment:
 
     def _look(self) -> None:
         """Takes in what the engine holds by now."""
+        recorder = self.recorder
+        if recorder is None:
+            return
         try:
             models = models_of(self.engine)
-            names = {self._label: next(iter(models.values()))} if len(models) == 1 else models
-            self.recorder.watch(names, optimizers_of(self.engine), self.engine, self._label)
+            names = {self.label: next(iter(models.values()))} if len(models) == 1 else models
+            recorder.watch(names, optimizers_of(self.engine), self.engine, self.label)
         except Exception as error:
-            self.recorder.trouble("looking at the engine", error)
+            self._trouble("looking at the engine", error)
+
+    def _trouble(self, where: str, error: Exception) -> None:
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.trouble(where, error)
 
 
 class _Cover:

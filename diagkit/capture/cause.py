@@ -28,7 +28,7 @@ _TORCH = tuple(
 )
 _OURS = tuple(
     os.path.join(os.path.dirname(os.path.dirname(__file__)), name)
-    for name in ("capture" + os.sep, "remedy" + os.sep, "live.py", "auto.py")
+    for name in ("capture" + os.sep, "remedy" + os.sep, "run" + os.sep, "live.py", "auto.py", "cli.py", "__main__.py")
 )
 _STDLIB = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib")})
 _SITE = tuple({sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib")})
@@ -63,9 +63,10 @@ def kind_of(file: str) -> str:
     return known
 
 
-def from_stack(operation: str, nested: Iterable[str], target: str, base: int) -> Cause:
-    """The cause of an observed call on the stack now. ``base``: id of the frame that began the phase, 0 for none."""
-    frame: FrameType | None = sys._getframe(1)
+def from_stack(operation: str, nested: Iterable[str], target: str, base: int, frame: FrameType | None = None) -> Cause:
+    """The cause of an observed call on the stack now, or on another thread's (its innermost ``frame``). ``base``: id of
+    the frame that began the phase, 0 for none."""
+    frame = frame or sys._getframe(1)
     found: list[tuple[CodeType, int, bool]] = []
     inside = True
     for _ in range(DEPTH):

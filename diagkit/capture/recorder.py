@@ -79,6 +79,7 @@ class Recorder:
         self._ordinal = 0
         self._told: tuple[Any, ...] = ()  # marks of the exception told last, so that it is told once on its way up
         self._troubles = 0
+        self.activity = 0  # observed calls and phases so far: a sign of life
         self._pid = os.getpid()
         self._closed = False
         self._inventory = Inventory(self._define, writer.fact_id, wants)
@@ -165,6 +166,14 @@ class Recorder:
         self._unwritten.append(self._inventory.exported(readings))
         self._write(CALL, f"export: {len(readings)} tensors")
 
+    def standstill(self, seconds: float, frame: FrameType | None) -> None:
+        """Tells that nothing was observed for so long, and where the thread with this innermost frame is."""
+        self._safely("standstill", self._standstill, seconds, frame)
+
+    def _standstill(self, seconds: float, frame: FrameType | None) -> None:
+        cause = from_stack("", (), "", self._base(), frame) if frame is not None else Cause("")
+        self._writer.standstill(seconds, str(cause), self._now())
+
     def close(self, reason: str = "closed") -> None:
         """Ends the recording: patches out, a last snapshot, the trace closed. A second time is harmless."""
         self._safely("close", hooks.remove, self)
@@ -185,6 +194,7 @@ class Recorder:
     def _enter(self, name: str, label: str, caller: FrameType) -> _OpenPhase:
         while caller.f_back is not None and caller.f_globals.get("__name__") in _WAYS_IN:
             caller = caller.f_back
+        self.activity += 1
         self._ordinal += 1
         parent = self._phases[-1].ordinal if self._phases else 0
         opened = _OpenPhase(self._ordinal, name, id(caller))
@@ -227,6 +237,7 @@ class Recorder:
 
     def wants(self, operation: Operation, subject: object) -> bool:
         """Whether a call is about what is watched."""
+        self.activity += 1
         if self._closed or os.getpid() != self._pid:
             return False
         with self._lock:

@@ -6,6 +6,7 @@ trace needs nothing but the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from diagkit.errors import TraceError
 from diagkit.trace.reader import RankTrace, TableCache, read_file
 from diagkit.trace.schema import Header, Moment
+from diagkit.trace.spans import in_spans, parse_spans
 
 if TYPE_CHECKING:
     import pandas
@@ -45,16 +47,29 @@ class Trace:
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Ranks of the world that left no file."""
-        return [rank for rank in range(min(self.world_size, 1 << 20)) if rank not in self.ranks]
+        """Ranks of the world that left no file, though nobody left them out."""
+        left_out = self.left_out
+        return [r for r in range(min(self.world_size, 1 << 20)) if r not in self.ranks and r not in left_out]
+
+    @property
+    def left_out(self) -> list[int]:
+        """Ranks that the user chose not to record."""
+        try:
+            recorded = parse_spans(str(self.header.job["diagkit.ranks"]))
+        except (KeyError, ValueError):
+            return []
+        world = range(min(self.world_size, 1 << 20))
+        return [rank for rank in world if rank not in self.ranks and not in_spans(rank, recorded)]
 
     @property
     def problems(self) -> list[str]:
         """What could not be read, rank by rank; empty for a whole trace."""
         found = list(self._problems)
         if missing := self.missing_ranks:
-            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            found.append(f"no trace of {len(missing)} of {self.world_size} ranks: {shown}")
+            found.append(f"no trace of {len(missing)} of {self.world_size} ranks: {_few(missing)}")
+        if left_out := self.left_out:
+            chosen = self.header.job["diagkit.ranks"]
+            found.append(f"left out, because only ranks {chosen} were to be recorded: {_few(left_out)}")
         for number, rank in self.ranks.items():
             found += [f"rank {number}: {problem}" for problem in rank.problems]
         return found
@@ -110,14 +125,23 @@ class Trace:
         return diagnose(self)
 
 
+def _few(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
 def open_trace(path: str | os.PathLike[str]) -> Trace:
-    """The trace in a folder of ``rank-*.jsonl`` files, or in one such file.
+    """The trace in a folder of ``rank-*.jsonl`` files, or in one such file; of a folder of runs, the latest run.
 
     Raises:
         TraceError: nothing there is a trace.
     """
     place = Path(path)
     files, problems = _rank_files(place)
+    if not files and place.is_dir() and (runs := _runs(place)):
+        place = runs[-1]
+        files, problems = _rank_files(place)
+        if len(runs) > 1:
+            problems.append(f"{len(runs)} runs in this folder; the latest is read: {place.name}")
     cache = TableCache()
     found: list[RankTrace] = []
     for file in files:
@@ -138,6 +162,20 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
             remedy="Name the folder that was given as out=",
         )
     return Trace(_one_run(found, problems), place, tuple(problems))
+
+
+def _runs(place: Path) -> list[Path]:
+    """The folders in a folder that hold traces, in the order in which they were begun."""
+    found = []
+    for folder in place.iterdir():
+        with contextlib.suppress(OSError):
+            if (
+                folder.is_dir()
+                and not folder.is_symlink()
+                and any(_RANK_FILE.fullmatch(f.name) for f in folder.iterdir())
+            ):
+                found.append((folder.stat().st_mtime, folder.name, folder))
+    return [folder for *_, folder in sorted(found)]
 
 
 def _rank_files(place: Path) -> tuple[list[Path], list[str]]:

@@ -40,7 +40,7 @@ class RankTrace:
     ``rows``, ``facts`` (number -> record, None for 0), ``moments``, ``phases`` (ordinal -> phase, 0 is "outside any
     phase"), ``local_shapes`` (row id -> shape on this rank), ``troubles`` (faults the recorder told of),
     ``problems`` (what could not be read), ``ended`` (the reason of the closing line, None for a trace that was cut
-    off).
+    off), ``standstill`` (where and for how long it stood still last, None where it went on afterwards).
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -56,6 +56,7 @@ class RankTrace:
         self.troubles: list[str] = []
         self.problems: list[str] = []
         self.ended: str | None = None
+        self.standstill: str | None = None
         self._facts_of: dict[int, int] = {}  # number in the file -> index in `facts`
         self._last: tuple[int, State] | None = None
 

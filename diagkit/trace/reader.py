@@ -43,7 +43,7 @@ ROW_LIMIT = 5_000_000
 
 _TABLE_HASH = re.compile(rb'"ev":"table",.{0,200}?"hash":"([0-9a-f]{8,64})"')
 _ON_EVERY_TABLE = ("ev", "seq", "t", "m", "ph", "hash")
-_EVENTS = ("header", "table", "local", "moment", "trouble", "end")
+_EVENTS = ("header", "table", "local", "moment", "trouble", "standstill", "end")
 
 
 @dataclass(slots=True)
@@ -235,6 +235,7 @@ class _Builder:
             key=event.get("key") == 1,
         )
         trace.moments.append(moment)
+        trace.standstill = None  # it went on
         self._phase(event, moment)
 
     def _define(self, number: int, data: Any) -> None:
@@ -299,6 +300,10 @@ class _Builder:
         if len(self.trace.troubles) < 1000:
             self.trace.troubles.append(clip(f"{event.get('where')}: {event.get('error')}", 500))
 
+    def on_standstill(self, event: Mapping[str, Any]) -> None:
+        seconds = values.real(event, "seconds")
+        self.trace.standstill = f"for {seconds:g} s at {clip(str(event.get('where')), 500)}"
+
     def on_end(self, event: Mapping[str, Any]) -> None:
         self.trace.ended = clip(str(event.get("reason", "closed")))
 
@@ -307,4 +312,5 @@ class _Builder:
         if trace.ended is None:
             phase = trace.last_phase
             where = f"in phase {phase.ordinal} ({phase.name})" if phase.ordinal else "outside any phase"
-            trace._problem(f"rank {trace.rank} was cut off {where}: no closing line")
+            still = f"; it had stood still {trace.standstill}" if trace.standstill else ""
+            trace._problem(f"rank {trace.rank} was cut off {where}: no closing line{still}")

@@ -18,6 +18,7 @@ reader of many ranks parses equal
              ``facts`` and ``causes`` define the numbers used from here on (a whole state defines all facts that it
              uses again, so that one damaged line does not spoil the rest); ``phase`` names the phase that begins
 ``trouble``  ``where error``: a fault of the recorder's own, or writes that were lost
+``standstill`` ``seconds where``: nothing was observed for so long, and where the process was then
 ``end``      ``reason``: closed in order
 """
 
@@ -256,6 +257,10 @@ class TraceWriter:
         """Tells a fault of the recorder's own."""
         self._emit("trouble", phase, {"where": where, "error": error[:MESSAGE_LIMIT]})
         self.ask_key()
+
+    def standstill(self, seconds: float, where: str, phase: int = 0) -> None:
+        """Tells that nothing happened for so long, and where the process is."""
+        self._emit("standstill", phase, {"seconds": round(seconds, 1), "where": where[:MESSAGE_LIMIT]})
 
     def close(self, reason: str = "closed", phase: int = 0) -> None:
         """Ends the trace; further calls do nothing."""
