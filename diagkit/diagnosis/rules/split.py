@@ -56,13 +56,16 @@ def hand_made_split(it: Subject) -> bool:
     What happens: Somebody exchanged a DTensor's local tensor, or its metadata, by itself: `p._local_tensor = ...`,
     `p.data = ...`, or an offloader that knows one of the two. What is trained, what is gathered and what the
     metadata claims are then different memory. Forward passes read the bytes that FSDP2 still holds, so they compute
-    on old values without a word; `state_dict()` raises, or returns what nobody computes with.
+    on old values without a word, once lazy init has run (before it, lazy init itself takes the new bytes over);
+    `state_dict()` raises, or returns what nobody computes with.
 
     How to see it: Metadata device and storage device differ, and the flat bytes that all-gather reads share no
     storage with the local tensor; or the bytes are on the accelerator while the metadata says cpu.
 
-    Remedy: Change wrapper and local tensor together, through a module-level `_apply` such as `model.to(...)`, or
-    copy values in place with `copy_`. If values were written to one side only, load the checkpoint again.
+    Remedy: Never exchange one of the two: change wrapper and local tensor together, through a module-level `_apply`
+    such as `model.to(...)`, or copy values in place with `copy_`. To mend, put both on one device again by the means
+    that parted them, then move the whole module to the CPU, which joins the handles (on the split itself `model.to`
+    raises "Couldn't swap"). If values were written to one side only, load the checkpoint again.
 
     Seen in: torch-xpu-ops #2677; pytorch #192441; vllm-omni #1888 #2021
 
@@ -107,7 +110,8 @@ def on_accelerator_past_reset(it: Subject) -> bool:
     What happens: A child that is no FSDP module itself was moved (`model.layers[0].mlp.to(device)`), so FSDP2 was
     not told. The parameter is wholly on the accelerator, but all-gather still reads the flat bytes that stayed on
     the CPU. `state_dict()` returns the new tensor, forward computes with the old one; whatever is loaded or written
-    from now on changes nothing that is computed.
+    from now on changes nothing that is computed. So it is once lazy init has run; before it the first forward raises
+    "FSDP parameters should be materialized on CPU".
 
     How to see it: Metadata and storage device are the accelerator, the flat bytes are on the CPU: they share no
     storage.
