@@ -171,6 +171,9 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {take(gx), take(gw), take(gb)};
 }
 
+// Freed memory is not handed out again while a copy is under way here, so there is nothing to remember; FSDP1 asks for it.
+inline void record_stream(at::Tensor&, at::Stream) {}
+
 inline void register_kernels(torch::Library& m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
@@ -179,6 +182,7 @@ inline void register_kernels(torch::Library& m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("resize_", &resize_);
+  m.impl("record_stream", &record_stream);
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Tensor", &set_tensor);
