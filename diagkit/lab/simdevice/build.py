@@ -152,20 +152,19 @@ def _writable(folder: Path) -> bool:
         return False
 
 
-def build_key(facts: TorchFacts, command: list[str]) -> str:
-    """Names the folder of one combination of torch, Python, compiler, machine and source."""
+def build_key(facts: TorchFacts) -> str:
+    """Names the libraries of one combination of torch, Python, machine and source, whatever compiler made them."""
     digest = hashlib.sha256()
     for source in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
-    for part in (
-        str(facts),
-        str(sysconfig.get_config_var("SOABI")),
-        " ".join(command),
-        _compiler_version(command),
-        platform.machine(),
-    ):
+    for part in (str(facts), str(sysconfig.get_config_var("SOABI")), platform.machine()):
         digest.update(part.encode() + b"\0")
     return f"sim-torch{facts.version}-{digest.hexdigest()[:16]}"
+
+
+def compiler_key(command: list[str]) -> str:
+    """Eight characters that stand for a compiler command and the version that it reports."""
+    return hashlib.sha256(f"{command} {_compiler_version(command)}".encode()).hexdigest()[:8]
 
 
 def _compiler_version(command: list[str]) -> str:
@@ -227,8 +226,13 @@ def built(announce: bool = True) -> Path:
     Raises :class:`MissingDependency`, :class:`UnsupportedTorch` or :class:`SimulatorError`, each with what to do.
     """
     facts = torch_facts()
+    root, key = cache_root(), build_key(facts)
+    if not os.environ.get("CXX"):  # who names a compiler wants its work; anyone else takes what is there
+        for folder in sorted(root.glob(f"{key}-????????")):
+            if _complete(folder):
+                return folder
     command = compiler()
-    folder = cache_root() / build_key(facts, command)
+    folder = root / f"{key}-{compiler_key(command)}"
     if _complete(folder):
         return folder
     with _lock(folder.parent / f"{folder.name}.lock"):
