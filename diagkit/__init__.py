@@ -7,10 +7,12 @@ first used.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
+# Not typing's: importing that costs more than all the rest of this module, and checkers know the name anyway.
+TYPE_CHECKING = False
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from diagkit.capture import record
+    from diagkit.live import explain, inspect
     from diagkit.trace import open_trace
 
 __version__ = "0.1.0"
@@ -26,7 +28,7 @@ _HOMES: dict[str, str] = {
 # Rooms that are part of the public face as they are, such as ``diagkit.lab``.
 _ROOMS: frozenset[str] = frozenset({"errors", "lab"})
 
-__all__ = ["__version__", "open_trace", "record"]
+__all__ = ["__version__", "explain", "inspect", "open_trace", "record"]
 
 
 def __getattr__(name: str) -> object:
