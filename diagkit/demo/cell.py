@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from diagkit.capture import Recorder, start
-from diagkit.demo.experiments import Experiment
+from diagkit.demo.experiments import Experiment, checkpoint_kind
 from diagkit.lab.engines import ENGINES, GUARDS, EngineConfig, FSDPEngine, build_engine, revision
 from diagkit.lab.models import DecoderConfig, source_weights
 
@@ -29,7 +30,7 @@ def config_of(flags: str, device: str) -> EngineConfig:
     """The engine's configuration for one of :data:`diagkit.demo.experiments.FLAGS`."""
     manual = flags in ("both", "manual")
     return EngineConfig(
-        model=MODEL,
+        model=replace(MODEL, lora_rank=2) if flags == "lora" else MODEL,
         offload_policy=flags != "manual",
         param_offload=manual,
         optimizer_offload=manual,
@@ -39,7 +40,7 @@ def config_of(flags: str, device: str) -> EngineConfig:
 
 def checkpoint_folder(out: Path, cell: Experiment) -> Path:
     """Where the checkpoint is that a load cell reads."""
-    return out / "checkpoints" / f"{cell.engine}_{'manual' if cell.flags == 'manual' else 'policy'}"
+    return out / "checkpoints" / f"{cell.engine}_{checkpoint_kind(cell.flags)}"
 
 
 def trace_folder(out: Path, cell: Experiment) -> Path:
@@ -63,21 +64,25 @@ def run_preparation(cell: Experiment, out: Path, device: str) -> dict[str, Any]:
     return {"outcome": "ok"}
 
 
-def run_cell(cell: Experiment, out: Path, device: str) -> dict[str, Any]:
+def run_cell(cell: Experiment, out: Path, device: str, checkpoint: Path | None = None) -> dict[str, Any]:
     """Record the engine's construction and one operation on it; tell what only this process can know.
+
+    A load reads ``checkpoint``, by default the one that :func:`run_preparation` wrote for this cell.
 
     Where everything was, what moved it and what failed first is in the trace (`evidence.py` reads it).
     """
     started = time.monotonic()
     told: dict[str, Any] = {"exported": None, "values": None, "retry": None, "exception": None}
     engine = _engine(cell, device)
+    checkpoint = checkpoint or checkpoint_folder(out, cell)
     recorder = start(None, out=trace_folder(out, cell), job={"experiment": cell.name}, overwrite=True)
     with recorder.phase("init", "initialize"):
         _watch_when_built(engine, recorder)
         engine.initialize()
     recorder.watch(engine=engine)
     try:
-        _operate(engine, cell, out, recorder, told)
+        saved = out / "saved" / cell.slug if cell.operation == "save" else checkpoint
+        _operate(engine, cell.operation, saved, recorder, told)
     except Exception as error:
         told["exception"] = _told(error)
         if cell.operation == "train":
@@ -85,7 +90,7 @@ def run_cell(cell: Experiment, out: Path, device: str) -> dict[str, Any]:
                 told["retry"] = _retry(engine)
     recorder.close()
     if told["exception"] is None and cell.operation == "load":
-        told["values"] = "equal" if _holds_checkpoint(engine, checkpoint_folder(out, cell)) else "differ"
+        told["values"] = "equal" if _holds_checkpoint(engine, checkpoint) else "differ"
     told["outcome"] = "ok" if told["exception"] is None else "crash"
     told["seconds"] = round(time.monotonic() - started, 3)
     return told
@@ -119,13 +124,13 @@ def _watch_when_built(engine: FSDPEngine, recorder: Recorder) -> None:
     engine._load_full_state, engine._build_optimizer = load_watched, build_watched  # type: ignore[method-assign]
 
 
-def _operate(engine: FSDPEngine, cell: Experiment, out: Path, recorder: Recorder, told: dict[str, Any]) -> None:
-    with recorder.phase(cell.operation):
-        match cell.operation:
+def _operate(engine: FSDPEngine, operation: str, folder: Path, recorder: Recorder, told: dict[str, Any]) -> None:
+    with recorder.phase(operation):
+        match operation:
             case "save":
-                engine.save_checkpoint(out / "saved" / cell.slug)
+                engine.save_checkpoint(folder)
             case "load":
-                engine.load_checkpoint(checkpoint_folder(out, cell))
+                engine.load_checkpoint(folder)
             case "export":
                 _consume(recorder.exported(engine.get_per_tensor_param()), engine, told)
             case "train":

@@ -15,6 +15,7 @@ __all__ = [
     "OPERATIONS",
     "REVISIONS",
     "Experiment",
+    "checkpoint_kind",
     "group_names",
     "matrix",
     "story",
@@ -37,6 +38,7 @@ FLAGS: dict[str, str] = {
     "policy": "CPUOffloadPolicy, no manual offload (the defaults)",
     "both": "CPUOffloadPolicy and param_offload and optimizer_offload: two owners of one thing",
     "manual": "no policy; param_offload and optimizer_offload (the control)",
+    "lora": "CPUOffloadPolicy, and a LoRA adapter in the model (what #7005 asks about)",
 }
 """Which offload flags the engine is built with."""
 
@@ -71,6 +73,11 @@ class Experiment:
         return "_".join(words).replace("#", "").replace(":", "-").replace(",", "+")
 
 
+def checkpoint_kind(flags: str) -> str:
+    """The flags of the engine that writes the checkpoint for a load with these flags: both owners read the policy's."""
+    return "policy" if flags == "both" else flags
+
+
 def group_names(device: str) -> tuple[str, str]:
     """The two kinds of process group on real nodes: what RL workers use, and what the SFT trainer uses.
 
@@ -89,7 +96,12 @@ _DEFAULT_CELLS: tuple[tuple[str, str], ...] = (
     ("train", "policy"),
     ("train", "both"),
 )
-_CONTROL_CELLS: tuple[tuple[str, str], ...] = (("save", "manual"), ("load", "manual"), ("export", "manual"))
+_CONTROL_CELLS: tuple[tuple[str, str], ...] = (
+    ("save", "manual"),
+    ("load", "manual"),
+    ("export", "manual"),
+    ("move", "policy"),
+)
 
 
 def matrix(
@@ -101,15 +113,15 @@ def matrix(
 ) -> list[Experiment]:
     """Every cell of the table, groups outermost: unguarded (``before``) and guarded (``current``) by default.
 
-    ``control`` adds the engines without the policy, which must work at every revision, and the unguarded ``to()``.
+    ``control`` adds, in the first process group, the engines without the policy, which must work at every revision, and
+    the ``to()`` that none guards.
     """
-    cells = [*_DEFAULT_CELLS, *(_CONTROL_CELLS if control else ()), *([("move", "policy")] if control else [])]
     return [
         Experiment(engine, revision, operation, flags, group)
-        for group in groups
+        for number, group in enumerate(groups)
         for engine in engines
         for revision in revisions
-        for operation, flags in cells
+        for operation, flags in (_DEFAULT_CELLS + _CONTROL_CELLS if control and number == 0 else _DEFAULT_CELLS)
         if operation in operations
     ]
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from diagkit.demo.evidence import Evidence, evidence
 from diagkit.demo.expected import FAILURES, Expectation, expected
-from diagkit.demo.experiments import Experiment
+from diagkit.demo.experiments import Experiment, checkpoint_kind
+from diagkit.diagnosis import diagnose
 from diagkit.errors import EngineError, TraceError
 from diagkit.trace import open_trace
 
@@ -40,6 +41,8 @@ class CellResult:
     torch: tuple[int, int]
     evidence: Evidence | None
     """What rank 0's trace says; None where there is no trace to read."""
+    findings: tuple[str, ...] = ()
+    """Hazard codes that the diagnosis finds in the traces of all ranks."""
 
     @property
     def first(self) -> dict[str, Any]:
@@ -71,8 +74,9 @@ class CellResult:
         found = []
         if fails and FAILURES[want.failure or ""] not in self.message:
             found.append(f"expected the message {FAILURES[want.failure or '']!r}, found {self.message!r}")
-        if bool(self.moves) != want.moves:
-            found.append(f"expected {'a' if want.moves else 'no'} whole-model move, found {list(self.moves)}")
+        moves = " ".join(name.removeprefix("Module.") for name in self.moves)
+        if moves != want.moves:
+            found.append(f"expected the whole-model moves {want.moves or 'none'}, found {moves or 'none'}")
         if not fails and want.exported is not None and self.torch >= (2, 9):
             where = self.device if want.exported == "device" else want.exported
             if self.first["exported"] != where:
@@ -111,6 +115,7 @@ class CellResult:
             "exported": first.get("exported"),
             "values": first.get("values"),
             **({} if self.evidence is None else self.evidence.to_json()),
+            "findings": list(self.findings),
             "pids": self.pids,
             "trace": self.trace,
             "seconds": self.seconds,
@@ -194,11 +199,11 @@ class Launcher:
             seconds=round(time.monotonic() - started, 3),
             trace=str(self.out / "cells" / cell.slug),
             torch=(int(major), int(minor)),
-            evidence=_evidence(self.out / "cells" / cell.slug, cell.operation),
+            **_evidence(self.out / "cells" / cell.slug, cell.operation),
         )
 
     def _prepare(self, cell: Experiment) -> None:
-        key = (cell.engine, "manual" if cell.flags == "manual" else "policy")
+        key = (cell.engine, checkpoint_kind(cell.flags))
         if key in self._prepared:
             return
         # With a CPU backend, whatever the cell has: the FSDP engine cannot train without one.
@@ -244,11 +249,13 @@ class Launcher:
         return answer
 
 
-def _evidence(folder: Path, operation: str) -> Evidence | None:
+def _evidence(folder: Path, operation: str) -> dict[str, Any]:
     try:
-        return evidence(open_trace(folder)[0], operation)
+        trace = open_trace(folder)
+        seen = evidence(trace[0], operation)
     except TraceError:
-        return None
+        return {"evidence": None}
+    return {"evidence": seen, "findings": tuple(sorted({finding.code for finding in diagnose(trace)}))}
 
 
 def _ended(status: int, timeout: float) -> str:

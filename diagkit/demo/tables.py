@@ -118,7 +118,7 @@ def _line(result: CellResult) -> list[str]:
     ]
 
 
-_FLAG_WORDS = {"both": "both flags", "manual": "no policy"}
+_FLAG_WORDS = {"both": "both flags", "manual": "no policy", "lora": "LoRA"}
 assert _FLAG_WORDS.keys() | {"policy"} == FLAGS.keys()
 
 

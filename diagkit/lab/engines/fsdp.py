@@ -92,7 +92,8 @@ class FSDPEngine:
     def _export_moves_model(self) -> bool:
         moves = True
         if self.has(guards.FSDP_EXPORT_ASKS_FLAG):
-            moves = moves and not self._fsdp_owns_the_device()
+            # Read without a default to this day: no subclass has come to share this method.
+            moves = not self._uses_fsdp2_cpu_offload_policy
         if self.has(guards.FSDP_EXPORT_IN_PLACE):
             moves = moves and self._has_lora()
         return moves
@@ -179,7 +180,7 @@ class FSDPEngine:
             self._load_model()
         self.checkpoint_manager.load(folder)
         dist.barrier()
-        if self._load_moves_model():
+        if self._is_offload_param:
             self._offload_model()
         if self._is_offload_optimizer and self.optimizer is not None:
             offload_optimizer(self.optimizer)
