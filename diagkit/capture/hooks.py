@@ -122,6 +122,13 @@ def tell(listener: Listener, method: str, *args: Any) -> Any:
         return None
 
 
+def _confess(where: str, error: Exception) -> None:
+    """Tells every listener of a fault between the hooks and the listeners. Raises nothing."""
+    for listener in _listeners:
+        with contextlib.suppress(Exception):
+            listener.trouble(where, error)
+
+
 # ---- the patches
 
 
@@ -167,8 +174,9 @@ class Patch:
             outer: Call | None = getattr(_here, "call", None)
             try:
                 call = _begin(operation, args, outer)
-            except Exception:
+            except Exception as error:
                 call = None
+                _confess(operation.name, error)
             if call is None and outer is None:
                 return original(*args, **kwargs)
             before = "" if outer is None else outer.inside
@@ -369,16 +377,20 @@ def uninstall() -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    with contextlib.suppress(Exception):
+    try:
         outer: Call | None = getattr(_here, "call", None)
         busy = () if outer is None else outer.everyone
         call = Call(STEP, optimizer)
         for listener in _listeners:
             if listener not in busy and tell(listener, "wants", STEP, optimizer):
                 tell(listener, "after", call)
+    except Exception as error:
+        _confess(STEP.name, error)
 
 
 def _registered(module: nn.Module, name: str, value: Any) -> None:
-    with contextlib.suppress(Exception):
+    try:
         for listener in _listeners:
             tell(listener, "registered", module)
+    except Exception as error:
+        _confess("registration", error)
