@@ -2,7 +2,8 @@
 
 A command lives in its own room, as a module with ``add_arguments(parser)`` and ``main(args) -> int``. That module is
 imported only when its command is chosen, so ``--help`` works without torch and costs nothing. An error is one line on
-stderr that says how to mend it, with exit code 2.
+stderr that says how to mend it, with exit code 2. A command that runs somebody else's program also has ``cut(words)``,
+which says where that program's words begin, and ``foreign()``, which runs it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn, Protocol, cast
 
 from diagkit import __version__
@@ -44,7 +45,10 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "diagkit.doctor", "say what will work on this machine, and what to do for the rest"),
     Command("diagnose", "diagkit.diagnosis.diagnose_command", "find the hazards in a folder of traces"),
     Command("explain", "diagkit.diagnosis.explain_command", "say what the first failure in a job's log means"),
-    Command("hazards", "diagkit.diagnosis.hazards_command", "teach a hazard: what happens, how to see it, what mends it"),
+    Command("run", "diagkit.run.command", "run a training script unchanged, and record where its parameters live"),
+    Command(
+        "hazards", "diagkit.diagnosis.hazards_command", "teach a hazard: what happens, what shows it, what mends it"
+    ),
 )
 
 # Packages that a command may rightly miss; any other missing module is a fault of ours and keeps its traceback.
@@ -78,12 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         room = cast(Room, importlib.import_module(command.module))
         own = subparsers[command.name]
         room.add_arguments(own)
+        words, rest = _cut(room, words, command.name)
         args, strange = parser.parse_known_args(words)
+        args.rest = rest
         if strange:  # argparse would blame the top, whose --help does not know this command's options
             own.error(f"unrecognized arguments: {' '.join(strange)}")
         code = room.main(args)
-        sys.stdout.flush()
-        return code
+        foreign: Callable[[], None] | None = getattr(room, "foreign", None)
+        if foreign is None:
+            sys.stdout.flush()
+            return code
     except DiagkitError as error:
         return _fail(command, error)
     except ModuleNotFoundError as error:
@@ -98,6 +106,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"diagkit {command.name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    foreign()  # somebody else's code: what it raises is neither ours to catch nor to word
+    return code
+
+
+def _cut(room: Room, words: list[str], command: str) -> tuple[list[str], list[str]]:
+    """Our words, and those that a command passes on to another program (a room with ``cut`` knows where they begin)."""
+    cut: Callable[[list[str]], tuple[list[str], list[str]]] | None = getattr(room, "cut", None)
+    if cut is None:
+        return words, []
+    at = words.index(command) + 1
+    own, rest = cut(words[at:])
+    return words[:at] + own, rest
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

@@ -78,6 +78,7 @@ class Recorder:
         self._phases: list[_OpenPhase] = []
         self._ordinal = 0
         self._told: tuple[Any, ...] = ()  # marks of the exception told last, so that it is told once on its way up
+        self._failed_last = ("", "")  # type and message of the failure told last
         self._troubles = 0
         self.activity = 0  # observed calls and phases so far: a sign of life
         self._pid = os.getpid()
@@ -166,6 +167,14 @@ class Recorder:
         self._unwritten.append(self._inventory.exported(readings))
         self._write(CALL, f"export: {len(readings)} tensors")
 
+    def failed_outside(self, error: BaseException) -> None:
+        """Tells an exception that ends the job, unless it was told last."""
+        self._safely("failure", self._fail_outside, error)
+
+    def _fail_outside(self, error: BaseException) -> None:
+        if self._failed_last != (type(error).__name__, message_of(error)):
+            self._tell_failure("", self._now(), error)
+
     def standstill(self, seconds: float, frame: FrameType | None) -> None:
         """Tells that nothing was observed for so long, and where the thread with this innermost frame is."""
         self._safely("standstill", self._standstill, seconds, frame)
@@ -222,16 +231,14 @@ class Recorder:
         again = self._told == _marks(error)
         self._told = _marks(error)
         if not again:
-            cause = from_traceback(opened.name, error.__traceback__)
-            failure = Failure(type(error).__name__, message_of(error), opened.name)
-            self._moment(
-                FAILURE,
-                f"{opened.name}: {type(error).__name__}",
-                EVERYTHING,
-                cause=cause,
-                failure=failure,
-                phase=opened.ordinal,
-            )
+            self._tell_failure(opened.name, opened.ordinal, error)
+
+    def _tell_failure(self, name: str, phase: int, error: BaseException) -> None:
+        cause = from_traceback(name, error.__traceback__)
+        failure = Failure(type(error).__name__, message_of(error), name)
+        self._failed_last = (failure.type, failure.message)
+        label = f"{name}: {failure.type}" if name else failure.type
+        self._moment(FAILURE, label, EVERYTHING, cause=cause, failure=failure, phase=phase)
 
     # ---- observed calls (the Listener of hooks.py)
 
@@ -274,6 +281,7 @@ class Recorder:
             self._told = _marks(error)
             cause = self._cause(call)
             failure = Failure(type(error).__name__, message_of(error), [call.operation.name, *call.nested][-1])
+            self._failed_last = (failure.type, failure.message)
             self._moment(
                 FAILURE, f"{call.operation.name}: {type(error).__name__}", EVERYTHING, cause=cause, failure=failure
             )

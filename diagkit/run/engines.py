@@ -85,6 +85,7 @@ class EngineClass:
 
 def _descendants(cls: type) -> list[type]:
     found: list[type] = []
-    for child in cls.__subclasses__():
+    children: list[type] = type.__subclasses__(cls)
+    for child in children:
         found += [child, *_descendants(child)]
     return found
