@@ -90,14 +90,12 @@ def facts_of_demo(entry: Mapping[str, Any]) -> Facts:
     """Reduce one cell of ``diagkit demo --json`` to the same words, as far as it has them."""
     error = entry["exception"]
     facts = {"outcome": f"{error['type']} in {entry['operation']}: {_cause(error['message'])}" if error else "ok"}
-    last = "failure" if error else "end"
-    for moment, name in (("init", "rest"), (last, last)):
+    # The demo's "failure" is the moment of the exception; ours, like its "end", is after everything was unwound.
+    moments = {"init": "rest", "inside": "failure", "failure": "end"} if error else {"init": "rest", "end": "end"}
+    for moment, name in moments.items():
         for kind, counts in entry["residency"][name].items():
-            places = Counter[str]()
-            for place, count in counts.items():
-                # The demo names the device with its index, "npu:0/cpu pinned".
-                places[re.sub(r":\d+", "", place)] += count
-            facts[f"{kind}, {moment}"] = _places(places)
+            # The demo names the device with its index, "npu:0/cpu pinned".
+            facts[f"{kind}, {moment}"] = _places({re.sub(r":\d+", "", place): count for place, count in counts.items()})
     if entry["exported"]:
         facts["exported to"] = entry["exported"] if isinstance(entry["exported"], str) else _places(entry["exported"])
     return facts
