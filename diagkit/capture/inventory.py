@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from diagkit import torch_internals as internals
 from diagkit.capture.entries import Gradient, Handed, Slot, State
 from diagkit.capture.facts import EngineWatch, OptimizerWatch
-from diagkit.capture.glance import Signature, glance
+from diagkit.capture.glance import STRIDE, Signature, glance
 from diagkit.capture.residency import Key, decode, quiet
 from diagkit.capture.survey import Model, Survey, survey
 from diagkit.trace.schema import (
@@ -79,7 +79,7 @@ class Inventory:
         self._index: dict[tuple[str, str, str, str], int] = {}  # kind, model, name, part -> row
         self._optimizers: list[OptimizerWatch] = []
         self.faults: list[str] = []  # what went wrong while reading, as text: an exception would keep tensors alive
-        self._glances: dict[int, Signature | None] = {}  # first row of a block -> its last signature
+        self._glances: dict[int, Signature | None] = {}  # first row of a stride -> its last signature
         self._afresh = False  # read also what a storage that is still the same one cannot change
 
     # ---- what is watched
@@ -246,20 +246,26 @@ class Inventory:
                 self._shielded("optimizer states", self._find_states)
             for kind, block in self._blocks:
                 if kind in kinds:
-                    signature = None if self._afresh else glance(kind, self._entries[block.start : block.stop])
-                    if signature is not None and signature == self._glances.get(block.start):
-                        continue
-                    self._glances[block.start] = signature
                     read_row = self._read_tensors if kind in TENSOR_KINDS else self._read_facts
-                    rows = iter(block)
+                    rows = self._worth_reading(kind, block)
                     # One row that cannot be read must not hide those behind it.
                     while not self._shielded(kind, read_row, rows, changes):
                         pass
+
+    def _worth_reading(self, kind: str, block: range) -> Iterator[int]:
+        """The rows of a block, less those at which a glance shows nothing new."""
+        for start in range(block.start, block.stop, STRIDE):
+            stop = min(start + STRIDE, block.stop)
+            signature = None if self._afresh else glance(kind, self._entries[start:stop])
+            if signature is None or signature != self._glances.get(start):
+                self._glances[start] = signature
+                yield from range(start, stop)
 
     def _shielded(self, what: str, method: Callable[..., None], *args: Any) -> bool:
         try:
             method(*args)
         except Exception as error:
+            self._glances.clear()  # what was not read must be read next time
             if len(self.faults) < 100:
                 self.faults.append(f"reading {what}: {type(error).__name__}: {error}"[:500])
             return False
