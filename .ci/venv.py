@@ -34,8 +34,10 @@ def main():
     start = time.monotonic()
     print("Setting up {} with Python {} and torch {} (once; later runs reuse it)".format(
         venv, platform.python_version(), args.torch), flush=True)
-    _say(1, "creating the environment")
-    if not (venv / "bin" / "python").exists():
+    if (venv / "bin" / "python").exists():
+        _say(1, "renewing the environment that is there")
+    else:
+        _say(1, "creating the environment")
         _create(venv)
     log = venv / "setup.log"
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]

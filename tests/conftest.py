@@ -26,14 +26,22 @@ os.environ.setdefault("MPLBACKEND", "agg")
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    report = (yield).get_result()  # type: ignore[misc]
+    _no_skip_by_accident((yield).get_result())  # type: ignore[misc]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    _no_skip_by_accident((yield).get_result())  # type: ignore[misc]
+
+
+def _no_skip_by_accident(report: pytest.TestReport | pytest.CollectReport) -> None:
     if not (IN_CI and report.skipped) or hasattr(report, "wasxfail"):
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     reason = reason.removeprefix("Skipped: ")
     if not reason.startswith(MEANT):
         report.outcome = "failed"
-        report.longrepr = f"{item.nodeid}: skipped in CI, where nothing may be missing: {reason}"
+        report.longrepr = f"{report.nodeid}: skipped in CI, where nothing may be missing: {reason}"
 
 
 @pytest.fixture(scope="session")

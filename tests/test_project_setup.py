@@ -88,3 +88,32 @@ def test_missing_system_packages_are_named_to_a_user_who_may_not_install(tmp_pat
     result = subprocess.run([*needs, "brwser"], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 2
     assert "unknown need 'brwser'" in result.stderr
+
+
+SKIPS = [
+    ("pytest.skip('no C++ compiler here')", "true", 1),
+    ("pytest.skip('no C++ compiler here')", "", 0),
+    ("pytest.skip('accelerator: none here')", "true", 0),
+    ("pytest.skip('torch version: silent on 2.8')", "true", 0),
+    ("pytest.xfail('known')", "true", 0),
+    ("pass", "true", 0),
+]
+
+
+@pytest.mark.parametrize(("body", "ci", "code"), SKIPS)
+def test_in_ci_a_skip_is_a_failure_unless_it_is_meant(body: str, ci: str, code: int, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_it.py").write_text(f"import pytest\n\n\ndef test_it():\n    {body}\n")
+    assert run_pytest(tmp_path, ci) == code
+
+
+@pytest.mark.parametrize(("ci", "code"), [("true", (1, 2)), ("", (0, 5))])
+def test_in_ci_a_file_that_skips_itself_is_a_failure(ci: str, code: tuple[int, ...], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_it.py").write_text("import pytest\n\npytest.importorskip('no_such_package')\n")
+    assert run_pytest(tmp_path, ci) in code
+
+
+def run_pytest(folder: pathlib.Path, ci: str) -> int:
+    # The rule is conftest.py's; as a plug-in it holds outside of tests/, too.
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", str(folder)]
+    environment = {**os.environ, "CI": ci, "PYTHONPATH": str(ROOT / "tests")}
+    return subprocess.run(words, capture_output=True, timeout=120, cwd=folder, env=environment).returncode
