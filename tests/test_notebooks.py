@@ -1,0 +1,109 @@
+"""Every notebook runs from top to bottom by itself, asserts what it claims, and is kept in git without outputs."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import resource
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+
+FOLDER = pathlib.Path(__file__).resolve().parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("[0-9][0-9] *.ipynb"))
+
+#: What a notebook's `parameters` cell is given here, so that it stays within its time.
+SMALLER: dict[str, dict[str, Any]] = {
+    "01": {"layers": 1},
+    "02": {"ranks": 1, "engines": ("veomni",), "revisions": ("before", "#7103")},
+}
+#: Seconds of processor time that one notebook may take, its ranks included.
+BUDGET = 25.0
+
+
+@pytest.fixture(scope="session")
+def simulator(compiler: str) -> None:
+    """The simulated accelerator, compiled before the first notebook's time is taken."""
+    from diagkit.lab.simdevice import build
+
+    build.built(announce=False)
+
+
+def read(path: pathlib.Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def with_parameters(notebook: Any, values: dict[str, Any]) -> Any:
+    """The notebook with a cell after its `parameters` cell that sets these values."""
+    at = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
+    for name in values:
+        assert re.search(rf"\b{name}\b.*=", notebook.cells[at].source), f"the parameters cell does not set {name}"
+    lines = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(lines))
+    return notebook
+
+
+def run(notebook: Any, folder: pathlib.Path) -> float:
+    """Runs it in a kernel of its own; returns the processor seconds that it and its ranks took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_its_claims_hold(path: pathlib.Path, tmp_path: pathlib.Path, simulator: None) -> None:
+    values = {**SMALLER.get(path.name[:2], {}), "trace": str(tmp_path / "traces")}
+    notebook = with_parameters(read(path), values)
+    seconds = run(notebook, tmp_path)
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    shown = "".join(output.get("text", "") + "".join(output.get("data", {}).values()) for output in outputs)
+    assert shown.count("<svg") >= 2, "the figures are there"
+    assert torch.accelerator.is_available() or "SIMULATED" in shown, "who reads the outputs must know"
+    assert seconds <= BUDGET, f"{path.name} took {seconds:.1f} s of processor time"
+
+
+@pytest.mark.slow
+def test_the_claims_can_fail(tmp_path: pathlib.Path, simulator: None) -> None:
+    """A notebook whose claims held whatever happened would prove nothing: without pinning nothing may split."""
+    notebook = with_parameters(read(NOTEBOOKS[0]), {"layers": 1, "pin_memory": False, "trace": str(tmp_path)})
+    claims = notebook.cells[-2]
+    claims.source = claims.source.replace("if pin_memory:", "if True:")
+    with pytest.raises(Exception, match="AssertionError"):
+        run(notebook, tmp_path)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_the_agreed_shape(path: pathlib.Path) -> None:
+    notebook = read(path)
+    nbformat.validate(notebook)
+    number = int(path.name[:2])
+    first = notebook.cells[0].source
+    assert first.startswith(f"# {number} · ") and "you can\n" in first, (
+        "the first cell says what you will be able to do"
+    )
+    assert path.stem[3:] == first.splitlines()[0].split(" · ")[1].rstrip("?"), "the file is called as its title says"
+    assert sum("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells) == 1
+    last = [cell.source for cell in notebook.cells if cell.cell_type == "code"][-1]
+    assert last.count("assert ") >= 5, "the last cell of code asserts what the notebook claims"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_kept_without_outputs(path: pathlib.Path) -> None:
+    notebook = read(path)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert not cell.outputs and cell.execution_count is None
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}, "no machine's own metadata"
+    assert not re.search(r"/(?:home|root|tmp|work|Users)/", path.read_text())
+
+
+def test_notebooks_are_numbered_without_a_gap() -> None:
+    assert [path.name[:2] for path in NOTEBOOKS] == [f"{i:02d}" for i in range(1, len(NOTEBOOKS) + 1)]
