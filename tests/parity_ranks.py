@@ -7,7 +7,6 @@ of every parameter's and moment's bytes after training, so that "equal" means bi
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import shutil
 import sys
@@ -102,8 +101,8 @@ def state_hashes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return {"parameters": digest(parameters), "moments": digest(moments), "count": len(parameters)}
 
 
-def main(device: str, folder: str, optimizers: str, offloads: str, precisions: str) -> None:
-    """Trains every combination of the comma-separated choices and prints the results as JSON."""
+def main(device: str, folder: str, variants: str) -> None:
+    """Trains each variant (optimizer/offload/precision, separated by commas) and prints the results as JSON."""
     torch.set_num_threads(1)
     if device == "npu":
         from diagkit.lab import simulate
@@ -116,10 +115,10 @@ def main(device: str, folder: str, optimizers: str, offloads: str, precisions: s
         dist.init_process_group("gloo")
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     results = {}
-    for optimizer, offload, precision in itertools.product(*(x.split(",") for x in (optimizers, offloads, precisions))):
-        variant = {"optimizer": optimizer, "offload": offload, "precision": precision}
-        where = Path(folder) / "-".join([device, *variant.values()])
-        results["/".join(variant.values())] = train(mesh, variant, where)
+    for name in variants.split(","):
+        variant = dict(zip(("optimizer", "offload", "precision"), name.split("/"), strict=True))
+        where = Path(folder) / f"{device}-{name.replace('/', '-')}"
+        results[name] = train(mesh, variant, where)
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(where, ignore_errors=True)

