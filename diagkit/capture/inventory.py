@@ -248,9 +248,9 @@ class Inventory:
                 if kind in kinds:
                     read_row = self._read_tensors if kind in TENSOR_KINDS else self._read_facts
                     rows = self._worth_reading(kind, block)
-                    # One row that cannot be read must not hide those behind it.
-                    while not self._shielded(kind, read_row, rows, changes):
-                        pass
+                    for _ in block:  # one row that cannot be read must not hide those behind it
+                        if self._shielded(kind, read_row, rows, changes):
+                            break
 
     def _worth_reading(self, kind: str, block: range) -> Iterator[int]:
         """The rows of a block, less those at which a glance shows nothing new."""
