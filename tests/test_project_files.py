@@ -34,7 +34,7 @@ USUAL = {"CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "README.md", 
 def tracked() -> list[pathlib.Path]:
     listed = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=ROOT)
     if listed.returncode:
-        pytest.skip("torch version: this is no git checkout, so there is no list of tracked files")
+        pytest.skip("this is no git checkout, so there is no list of tracked files")
     return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
 
 
