@@ -217,6 +217,10 @@ def deferred_copies_show_stale_bytes_until_synchronised() -> None:
         event = npu.Event()
         event.record(side)
         assert not event.query() and event.query() and host.sum() == 4, "a polling loop ends"
+        fresh = torch.ones(4, device="npu").to("cpu", non_blocking=True)
+        assert fresh.is_pinned() and fresh.sum() == 0, "PyTorch pins the target of a non_blocking move by itself"
+        npu.synchronize()
+        assert fresh.sum() == 4
         pageable = torch.zeros(4)
         pageable.copy_(torch.ones(4, device="npu"), non_blocking=True)
         assert pageable.sum() == 4, "only pinned memory can be late"

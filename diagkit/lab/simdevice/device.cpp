@@ -78,7 +78,7 @@ TORCH_LIBRARY(diagkit_sim, m) {
   m.def("start() -> int", &sim::start);
   m.def("device_count() -> int", []() -> int64_t { return sim::kDevices; });
   m.def("set_capacity(int device, int bytes) -> ()", [](int64_t device, int64_t bytes) { sim::Ledger::get().set_capacity(device, bytes); });
-  m.def("set_deferred_copies(bool on) -> ()", [](bool on) { sim::CopyQueue::get().deferring = on; });
+  m.def("set_deferred_copies(bool on) -> ()", [](bool on) { sim::deferring_copies = on; });
   m.def("default_generator(int device) -> Generator?", [](int64_t device) {
     return sim::default_generator(static_cast<c10::DeviceIndex>(device));
   });

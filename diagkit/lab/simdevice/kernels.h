@@ -38,7 +38,7 @@ inline at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_block
   at::AutoDispatchBelowADInplaceOrView below;
   const c10::Stream stream = stream_now(on_device(src) ? src.device() : self.device());
   auto& queue = CopyQueue::get();
-  if (queue.deferring && non_blocking && self.is_cpu() && on_device(src) && PinnedRanges::get().holds(self.storage().data())) {
+  if (deferring_copies && non_blocking && self.is_cpu() && on_device(src) && PinnedRanges::get().holds(self.storage().data())) {
     // The bytes as they are now: work enqueued later must not change what this copy delivers.
     queue.add(self, at::empty(self.sizes(), host_view(src).options()).copy_(host_view(src)), stream);
     return self;

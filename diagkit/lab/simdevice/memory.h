@@ -11,6 +11,8 @@
 #include <c10/core/impl/alloc_cpu.h>
 
 #include <array>
+#include <atomic>
+#include <cstring>
 #include <map>
 #include <mutex>
 
@@ -190,10 +192,15 @@ inline void free_pinned(void* data) {
   c10::free_cpu(data);
 }
 
+// Whether non_blocking copies into pinned memory may be late (streams.h).
+inline std::atomic<bool> deferring_copies{false};
+
 struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
     void* data = c10::alloc_cpu(bytes);
+    // Who reads a late copy's target too early must see the same stale bytes in every run.
+    if (deferring_copies) std::memset(data, 0, bytes);
     PinnedRanges::get().add(data, bytes);
     return {data, data, &free_pinned, c10::Device(c10::kCPU)};
   }

@@ -29,8 +29,6 @@ class CopyQueue {
     static auto* queue = new CopyQueue();
     return *queue;
   }
-  std::atomic<bool> deferring{false};
-
   void add(const at::Tensor& to, at::Tensor from, const c10::Stream& stream) {
     std::lock_guard<std::mutex> lock(mutex_);
     pending_.push_back({to.alias(), std::move(from), stream.device_index(), {stream.id()}, ++ticket_});
