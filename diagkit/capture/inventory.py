@@ -20,10 +20,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from diagkit import torch_internals as internals
+from diagkit.capture.changes import merge
 from diagkit.capture.entries import Gradient, Handed, Slot, State
 from diagkit.capture.facts import EngineWatch, OptimizerWatch
 from diagkit.capture.glance import STRIDE, Signature, glance
 from diagkit.capture.residency import Key, decode, quiet
+from diagkit.capture.subjects import module_of
 from diagkit.capture.survey import Model, Survey, survey
 from diagkit.trace.schema import (
     ABSENT,
@@ -78,6 +80,7 @@ class Inventory:
         self._known: dict[Any, int] = {}  # key -> number of its record
         self._index: dict[tuple[str, str, str, str], int] = {}  # kind, model, name, part -> row
         self._optimizers: list[OptimizerWatch] = []
+        self._undefined: list[list[Row]] = []  # rows that the trace has no name for yet
         self.faults: list[str] = []  # what went wrong while reading, as text: an exception would keep tensors alive
         self._glances: dict[int, Signature | None] = {}  # first row of a stride -> its last signature
         self._afresh = False  # read also what a storage that is still the same one cannot change
@@ -135,23 +138,12 @@ class Inventory:
         model (a state dict on its way to a disk) concern everybody."""
         if isinstance(subject, torch.optim.Optimizer):
             return not self._optimizers or any(watch.optimizer() is subject for watch in self._optimizers)
-        module = subject if isinstance(subject, nn.Module) else internals.module_of(subject)
+        module = module_of(subject)
         if module is None or self.watches(module):
             return True
         if self.dirty:
             self.look_again()  # it may be one of those that were just added
         return self.watches(module)
-
-    def subject_name(self, subject: object) -> str:
-        """``"layers.0"`` (after its model's label where several are watched); a class name for roots and strangers."""
-        module = subject if isinstance(subject, nn.Module) else internals.module_of(subject)
-        for model in self.models:
-            name = model.names.get(id(module))
-            if name is not None and len(self.models) > 1:
-                return f"{model.label}.{name}" if name else model.label
-            if name:
-                return name
-        return type(subject if module is None else module).__name__
 
     def live_parameters(self) -> Iterator[Iterator[torch.Tensor]]:
         """Model by model, the trained parameter of every slot, ties once."""
@@ -214,13 +206,23 @@ class Inventory:
             self._held.append(None)
         self.rows += rows
         self._blocks.append((rows[0].kind, range(base, base + len(rows))))
-        self._define(rows, [self._local_shape(row) for row in rows])
+        self._undefined.append(rows)
+        self._define_all()
+
+    def _define_all(self) -> None:
+        """Names new rows in the trace; those whose turn failed once are named before any other."""
+        while self._undefined:
+            rows = self._undefined[0]
+            self._define(rows, [self._local_shape(row) for row in rows])
+            del self._undefined[0]
 
     def _local_shape(self, row: Row) -> Shape:
-        if row.kind not in TENSOR_KINDS or (tensor := self._entries[row.id].tensor()) is None:
+        try:
+            tensor = self._entries[row.id].tensor() if row.kind in TENSOR_KINDS else None
+            local = None if tensor is None else internals.local_tensor(tensor)
+            return None if local is None else tuple(local.shape)
+        except Exception:  # the reading of the row itself will tell why
             return None
-        local = internals.local_tensor(tensor)
-        return None if local is None else tuple(local.shape)
 
     # ---- reading
 
@@ -240,6 +242,8 @@ class Inventory:
 
     def _scan(self, kinds: frozenset[str], changes: list[Change]) -> None:
         with quiet():
+            if self._undefined:
+                self._shielded("tables", self._define_all)
             if GRADIENT in kinds:
                 self._shielded("gradients", self._find_gradients)
             if OPTIMIZER_STATE in kinds:
@@ -393,20 +397,3 @@ class Inventory:
                             )
                             found.append((new, State(watch, slot, part)))
             self._add(found)
-
-
-def merge(changes: list[Change]) -> list[Change]:
-    """Neighbouring rows with the same news as one change."""
-    changes.sort(key=lambda change: change.start)
-    out: list[Change] = []
-    for change in changes:
-        if out:
-            last = out[-1]
-            if last.start + last.count == change.start and (last.facts, last.exchanged) == (
-                change.facts,
-                change.exchanged,
-            ):
-                out[-1] = Change(last.start, last.count + change.count, last.facts, last.exchanged)
-                continue
-        out.append(change)
-    return out

@@ -22,9 +22,11 @@ from torch import nn
 
 from diagkit.capture import hooks
 from diagkit.capture.cause import from_stack, from_traceback, message_of
+from diagkit.capture.changes import exchanged_rows
 from diagkit.capture.hooks import Call, Operation
 from diagkit.capture.inventory import EVERYTHING, MODEL, STATES, Inventory
 from diagkit.capture.residency import Key, quiet, read
+from diagkit.capture.subjects import subject_name
 from diagkit.trace.schema import (
     CALL,
     ENTER,
@@ -48,7 +50,7 @@ _SCOPES: dict[str, frozenset[str]] = {
 }
 #: Groups and optimizers change by themselves as training goes on; only of tensors is it asked who moved them.
 _TENSORS = frozenset(TENSOR_KINDS)
-#: Faults of our own that are told; more would be the same ones again.
+#: Faults of our own that are told, each once.
 TROUBLES = 20
 
 
@@ -79,7 +81,7 @@ class Recorder:
         self._ordinal = 0
         self._told: tuple[Any, ...] = ()  # marks of the exception told last, so that it is told once on its way up
         self._failed_last = ("", "")  # type and message of the failure told last
-        self._troubles = 0
+        self._troubles: set[tuple[str, str]] = set()
         self.activity = 0  # observed calls and phases so far: a sign of life
         self._pid = os.getpid()
         self._closed = False
@@ -294,9 +296,10 @@ class Recorder:
     def trouble(self, where: str, error: BaseException) -> None:
         """Tells a fault of our own."""
         with self._lock:
-            self._troubles += 1
-            if self._troubles <= TROUBLES:
-                self._writer.trouble(where, f"{type(error).__name__}: {error}", self._now())
+            text = f"{type(error).__name__}: {error}"
+            if (where, text) not in self._troubles and len(self._troubles) < TROUBLES:
+                self._troubles.add((where, text))
+                self._writer.trouble(where, text, self._phases[-1].ordinal if self._phases else 0)
             else:
                 self._writer.ask_key()
 
@@ -330,22 +333,19 @@ class Recorder:
         key = self._writer.wants_key(kind) or len(self._unwritten) > 1
         if key:
             # Exchanges since the last moment must not be lost in a whole state.
-            exchanged = {
-                row
-                for changes in self._unwritten
-                for change in changes
-                if change.exchanged
-                for row in range(change.start, change.start + change.count)
-            }
-            told = self._inventory.state(exchanged | self._writer.unwritten_exchanges)
+            told = self._inventory.state(exchanged_rows(self._unwritten) | self._writer.unwritten_exchanges)
         else:
             told = self._unwritten[0] if self._unwritten else []
         self._writer.moment(kind, label, self._now() if phase is None else phase, told, key=key, **more)
         self._unwritten = []
 
     def _cause(self, call: Call) -> Cause:
-        target = "" if call.subject is None else self._inventory.subject_name(call.subject)
-        return from_stack(call.operation.name, call.nested, target, self._base())
+        try:
+            target = "" if call.subject is None else subject_name(self._inventory.models, call.subject)
+            return from_stack(call.operation.name, call.nested, target, self._base())
+        except Exception as error:  # what moved is worth telling without who moved it
+            self.trouble("cause", error)
+            return Cause(call.operation.name)
 
     def _now(self) -> int:
         return self._phases[-1].ordinal if self._phases else 0

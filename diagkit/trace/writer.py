@@ -276,8 +276,11 @@ class TraceWriter:
         """Writes an event, after what was lost before it; whether it is in the trace."""
         if self._closed:
             return False
-        if (not self._lost or self._catch_up(phase)) and self._put(ev, phase, body):
-            return True
+        try:
+            if (not self._lost or self._catch_up(phase)) and self._put(ev, phase, body):
+                return True
+        except Exception as error:
+            self._why = type(error).__name__
         self._lost += 1
         self._seq += 1  # so that a reader sees the gap
         if ev in ("header", "table", "local"):
