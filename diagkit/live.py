@@ -163,17 +163,26 @@ def explain(exc: BaseException | None = None) -> Explanation:
         Failure(type(first).__name__, _message(first), "") if first is not error and said(_message(first)) else None
     )
     names = said(failure.message) | (said(earlier.message) if earlier else frozenset())
+    if names == {"no_backend"} and not _through_dtensor(chain):
+        names = frozenset()  # somebody's own collective on somebody's own tensor
     findings: Findings | tuple[()] = ()
+    blamed = failure if said(failure.message) or earlier is None else earlier
     if names:
         found = _Found()
         found.search(frames)
-        trace = found.snapshot(anywhere=True)
+        trace = found.snapshot()
         if trace is not None:
-            findings = diagnose(trace, failure if said(failure.message) else earlier)
-    blamed = failure if said(failure.message) or earlier is None else earlier
-    return by_facts(
-        blamed, list(findings), operation, earlier=earlier if blamed is failure else None, where=_where(error)
+            findings = diagnose(trace, blamed)
+    return by_facts(blamed, findings, operation, earlier=earlier if blamed is failure else None, where=_where(error))
+
+
+def _through_dtensor(chain: Iterable[BaseException]) -> bool:
+    parts = (
+        "/torch/distributed/tensor/",
+        "/torch/distributed/_functional_collectives",
+        "/torch/distributed/checkpoint/",
     )
+    return any(part in f.f_code.co_filename.replace("\\", "/") for f in _frames(chain) for part in parts)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -258,11 +267,15 @@ class _Found:
                     if isinstance(member, (nn.Module, torch.optim.Optimizer)):
                         self._take(member, depth + 1)
 
-    def snapshot(self, anywhere: bool) -> RankTrace | None:
-        """A look at the FSDP2 models that were met; ``anywhere``: at those of the process where none was."""
+    def snapshot(self) -> RankTrace | None:
+        """A look at the FSDP2 models that were met, or at all of the process where none was."""
         roots = _roots(m for m in self.modules.values() if internals.has_fsdp(m))
-        if anywhere and not any(internals.fsdp_state(m) is not None for m in roots):
-            roots = _roots([*roots, *internals.all_fsdp_modules()])
+        everything = internals.all_fsdp_modules()
+        if roots:  # a layer alone says nothing of the root that it belongs to
+            met = {id(m) for m in roots}
+            roots = _roots([*roots, *(m for m in everything if any(id(child) in met for child in m.modules()))])
+        else:  # tensors say nothing of any module
+            roots = _roots(everything)
         if not roots:
             return None
         engine = next((e for e in self.engines.values() if _module_of(e) in roots), None)
