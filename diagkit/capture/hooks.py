@@ -367,13 +367,16 @@ def install() -> None:
 
 def uninstall() -> None:
     """Takes every patch out that is still on top, and sends the others to sleep."""
+    faults: list[Exception] = []
     with _lock:
-        for patch in _patches.values():
-            with contextlib.suppress(Exception):  # one that fails must not keep the others in
-                patch.take_out()
-        while _handles:
-            with contextlib.suppress(Exception):
-                _handles.pop().remove()
+        for undo in [patch.take_out for patch in _patches.values()] + [handle.remove for handle in _handles]:
+            try:
+                undo()
+            except Exception as error:  # one that fails must not keep the others in
+                faults.append(error)
+        _handles.clear()
+    if faults:
+        raise faults[0]
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

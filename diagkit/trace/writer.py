@@ -280,7 +280,8 @@ class TraceWriter:
             if (not self._lost or self._catch_up(phase)) and self._put(ev, phase, body):
                 return True
         except Exception as error:
-            self._why = type(error).__name__
+            self._why = _one_line(error)
+            self._warn(f"diagkit cannot write its trace ({self._why}); the job goes on, the trace has a gap")
         self._lost += 1
         self._seq += 1  # so that a reader sees the gap
         if ev in ("header", "table", "local"):
