@@ -25,6 +25,8 @@ from diagkit.lab.engines.guards import FSDP_EXPORT_IN_PLACE, FSDP_EXPORT_LEAVES_
 from diagkit.lab.models import DecoderConfig, source_weights
 from diagkit.trace import open_trace
 
+SMALL = DecoderConfig(layers=1)
+
 
 def start(group: str = "cpu:gloo,npu:hccl") -> int:
     simulate()
@@ -38,6 +40,7 @@ def start(group: str = "cpu:gloo,npu:hccl") -> int:
 def run_cells(plan: str, group: str, out: str) -> None:
     """Run the cells of a plan (a JSON list of the fields of Experiment); rank 0 writes what each did beside it."""
     rank = start(group)
+    cells.MODEL = SMALL
     folder = Path(out)
     found: list[dict[str, Any]] = []
     prepared: set[Path] = set()
@@ -63,8 +66,8 @@ def check_values() -> None:
         for flags in ("policy", "manual"):
             engine = build_engine(name, "current", cells.config_of(flags, "npu"), "npu")
             _round_trip(engine, folder / f"{name}-{flags}")
-    for changes in ({"tie": True}, {"lora_rank": 2}, {"vocab": 33, "hidden": 8, "intermediate": 5, "layers": 1}):
-        model = replace(DecoderConfig(), **changes)
+    for changes in ({"tie": True}, {"lora_rank": 2}, {"vocab": 33, "hidden": 8, "intermediate": 5}):
+        model = replace(SMALL, **changes)
         for name in ("fsdp", "veomni"):
             engine = build_engine(name, "current", EngineConfig(model=model), "npu")
             _export_equals_source(engine)
@@ -115,12 +118,12 @@ def _export_equals_source(engine: FSDPEngine) -> None:
 def _replicas(folder: Path) -> None:
     """A mesh of replicas x shards (here 2 x 1) lives the same life, and the bug with it."""
     for name in ("fsdp", "veomni"):
-        engine = build_engine(name, "current", EngineConfig(replicas=2), "npu")
+        engine = build_engine(name, "current", EngineConfig(model=SMALL, replicas=2), "npu")
         assert engine.mesh.mesh_dim_names == ("ddp", "fsdp")
         _export_equals_source(engine)
         _round_trip(engine, folder / f"{name}-replicas")
         try:
-            build_engine(name, "before", EngineConfig(replicas=2), "npu").save_checkpoint(folder / "never")
+            build_engine(name, "before", EngineConfig(model=SMALL, replicas=2), "npu").save_checkpoint(folder / "never")
         except RuntimeError as error:
             assert "Attempted to set the storage" in str(error)
         else:
@@ -129,8 +132,8 @@ def _replicas(folder: Path) -> None:
 
 def _lora_and_the_export_of_7005() -> None:
     """#7005 asks for an adapter: with one, and without the policy, export moves the model and offloads it again."""
-    manual = EngineConfig(offload_policy=False, param_offload=True, optimizer_offload=True)
-    with_lora = replace(manual, model=replace(DecoderConfig(), lora_rank=2))
+    manual = EngineConfig(model=SMALL, offload_policy=False, param_offload=True, optimizer_offload=True)
+    with_lora = replace(manual, model=replace(SMALL, lora_rank=2))
     code = revision("#7005")
     for config, wanted in ((manual, (False, False)), (with_lora, (True, True))):
         engine = build_engine("fsdp", code, config, "npu")

@@ -57,17 +57,20 @@ def start_rank(rank: int, ranks: int, group: str, device: str, rendezvous: str) 
 
 def run_preparation(cell: Experiment, out: Path, device: str) -> dict[str, Any]:
     """Write the checkpoint of a trained, guarded engine, for the load cells of this engine and these flags."""
-    engine = build_engine(cell.engine, "current", config_of(cell.flags, device), device)
+    engine = build_engine(cell.engine, "current", config_of(checkpoint_kind(cell.flags), device), device)
     with engine.train_mode():
         engine.train_batch()
     engine.save_checkpoint(checkpoint_folder(out, cell))
     return {"outcome": "ok"}
 
 
-def run_cell(cell: Experiment, out: Path, device: str, checkpoint: Path | None = None) -> dict[str, Any]:
+def run_cell(
+    cell: Experiment, out: Path, device: str, checkpoint: Path | None = None, run: str | None = None
+) -> dict[str, Any]:
     """Record the engine's construction and one operation on it; tell what only this process can know.
 
-    A load reads ``checkpoint``, by default the one that :func:`run_preparation` wrote for this cell.
+    A load reads ``checkpoint``, by default the one that :func:`run_preparation` wrote for this cell. ``run`` is the id
+    that the traces of all ranks carry.
 
     Where everything was, what moved it and what failed first is in the trace (`evidence.py` reads it).
     """
@@ -75,7 +78,7 @@ def run_cell(cell: Experiment, out: Path, device: str, checkpoint: Path | None =
     told: dict[str, Any] = {"exported": None, "values": None, "retry": None, "exception": None}
     engine = _engine(cell, device)
     checkpoint = checkpoint or checkpoint_folder(out, cell)
-    recorder = start(None, out=trace_folder(out, cell), job={"experiment": cell.name}, overwrite=True)
+    recorder = start(None, out=trace_folder(out, cell), run=run, job={"experiment": cell.name}, overwrite=True)
     with recorder.phase("init", "initialize"):
         _watch_when_built(engine, recorder)
         engine.initialize()

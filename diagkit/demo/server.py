@@ -24,6 +24,9 @@ from diagkit.errors import DiagkitError, EngineError
 
 __all__ = ["main", "warm_up"]
 
+GRACE = 10.0
+"""Seconds that the other ranks have once one of them failed."""
+
 
 def warm_up(wanted: str, ranks: int) -> dict[str, Any]:
     """Load everything that a cell needs, choose the device, and say what there is.
@@ -100,6 +103,9 @@ def _answer(answers: IO[str], content: dict[str, Any]) -> None:
 
 def _run_job(job: dict[str, Any], device: str) -> dict[str, Any]:
     """Fork the ranks of one job, gather their records until the time is up, end whoever is left."""
+    _folder(job).mkdir(parents=True, exist_ok=True)
+    for old in _folder(job).glob("rank-*"):
+        old.unlink()  # of an earlier run, which may have had more ranks
     with tempfile.TemporaryDirectory(prefix="diagkit-") as folder:
         pipes: dict[int, int] = {}
         pids: list[int] = []
@@ -120,12 +126,15 @@ def _run_job(job: dict[str, Any], device: str) -> dict[str, Any]:
     return {"pids": pids, "exits": exits, "records": records}
 
 
+def _folder(job: dict[str, Any]) -> Path:
+    return Path(job["out"]) / "cells" / str(job["slug"])
+
+
 def _rank(job: dict[str, Any], rank: int, device: str, folder: str, write: int) -> None:
     """The child's whole life: it never returns."""
     try:
         _die_with_parent()
-        log = Path(job["out"]) / "cells" / job["slug"] / f"rank-{rank}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log = _folder(job) / f"rank-{rank}.log"
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(target, 1)
         os.dup2(target, 2)
@@ -135,8 +144,11 @@ def _rank(job: dict[str, Any], rank: int, device: str, folder: str, write: int) 
         try:
             experiment = Experiment(**job["cell"])
             cells.start_rank(rank, job["ranks"], experiment.group, device, f"{folder}/rendezvous")
-            run = cells.run_preparation if job["prepare"] else cells.run_cell
-            record = run(experiment, Path(job["out"]), device)
+            out = Path(job["out"])
+            if job["prepare"]:
+                record = cells.run_preparation(experiment, out, device)
+            else:
+                record = cells.run_cell(experiment, out, device, run=Path(folder).name)
         except BaseException as error:
             traceback.print_exc()
             record = {"outcome": "broken", "exception": {"type": type(error).__name__, "message": str(error)}}
@@ -149,7 +161,7 @@ def _rank(job: dict[str, Any], rank: int, device: str, folder: str, write: int) 
 
 
 def _gather(pipes: dict[int, int], seconds: float) -> list[str]:
-    """Read every pipe to its end, or until the time is up; one text a rank, empty for a rank that did not finish."""
+    """Read every pipe to its end while there is time; one text a rank, empty for a rank that did not finish."""
     texts = dict.fromkeys(pipes.values(), b"")
     finished: set[int] = set()
     deadline = time.monotonic() + seconds
@@ -161,9 +173,12 @@ def _gather(pipes: dict[int, int], seconds: float) -> list[str]:
                 chunk = os.read(key.fd, 1 << 16)
                 if chunk:
                     texts[key.data] += chunk
-                else:
-                    finished.add(key.data)
-                    selector.unregister(key.fd)
+                    continue
+                finished.add(key.data)
+                selector.unregister(key.fd)
+                if b'"outcome": "ok"' not in texts[key.data]:
+                    # This rank failed or died: the others fail alike, or wait for it in a collective for ever.
+                    deadline = min(deadline, time.monotonic() + GRACE)
     for pipe in pipes:
         os.close(pipe)
     return [texts[rank].decode() if rank in finished else "" for rank in sorted(texts)]
