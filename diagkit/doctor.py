@@ -59,7 +59,7 @@ class Ability:
         return not self.lacks
 
 
-_SIMULATION = ("torch", "C++ compiler", "Python headers", "simulator", "ranks")
+_SIMULATION = ("torch", "simulator", "ranks")
 
 # name, what it is, the facts that it needs.
 _ABILITIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -79,7 +79,7 @@ _ABILITIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 def facts() -> list[Fact]:
     """Try everything once. Takes about as long as importing torch."""
     probes: list[Callable[[], Iterable[Fact]]]
-    probes = [_python, _torch, _compiler, _simulator, _ranks, _packages, _browser]
+    probes = [_python, _torch, _simulation, _ranks, _packages, _browser]
     return [fact for probe in probes for fact in probe()]
 
 
@@ -173,6 +173,12 @@ def _accelerator() -> str:
     return f"{accelerator.current_accelerator()}, {accelerator.device_count()} visible"
 
 
+def _simulation() -> Iterable[Fact]:
+    tools = list(_compiler())
+    yield from tools
+    yield _simulator(all(tool.ok for tool in tools))
+
+
 def _compiler() -> Iterable[Fact]:
     """Compile two lines for real: a compiler without its headers, and Python without its own, are common."""
     install = "Debian or Ubuntu: apt-get install g++ python3-dev; conda: conda install cxx-compiler"
@@ -204,21 +210,21 @@ def _compiles(command: list[str], source: str, install: str) -> tuple[bool, str,
     return True, command[1].removeprefix("-I") if command[1:] else _first_line(version), ""
 
 
-def _simulator() -> Iterable[Fact]:
+def _simulator(can_compile: bool) -> Fact:
     """Whether the simulated accelerator is compiled already, and where it is or will be kept."""
     if importlib.util.find_spec("torch_npu") is not None:
         # Both would be PyTorch's one private-use backend, and there can only be one.
-        yield Fact("simulator", False, "torch_npu is installed, so nothing is simulated here", "use the real device")
-        return
+        return Fact("simulator", False, "torch_npu is installed, so nothing is simulated here", "use the real device")
     try:
+        folder = build.compiled()
         cache = build.cache_root()
-        folder = cache / build.build_key(build.torch_facts(), build.compiler())
     except DiagkitError as error:
-        yield Fact("simulator", False, f"{error.what}: found {error.found}", error.remedy or "")
-        return
-    compiled = all((folder / f"{name}.so").exists() for name in build.LIBRARIES)
-    text = f"compiled, in {folder}" if compiled else f"not compiled yet (half a minute, once), goes to {cache}"
-    yield Fact("simulator", True, text)
+        return Fact("simulator", False, f"{error.what}: found {error.found}", error.remedy or "")
+    if folder is not None:
+        return Fact("simulator", True, f"compiled, in {folder}")
+    if can_compile:
+        return Fact("simulator", True, f"not compiled yet (half a minute, once), goes to {cache}")
+    return Fact("simulator", False, "not compiled yet, and cannot be", "install the compiler and the headers first")
 
 
 def _ranks() -> Iterable[Fact]:

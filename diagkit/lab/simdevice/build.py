@@ -219,22 +219,27 @@ def _commands(facts: TorchFacts, command: list[str], out: Path) -> dict[str, lis
     }
 
 
+def compiled() -> Path | None:
+    """The folder with both libraries if they are there already; compiles nothing. Raises what :func:`built` raises."""
+    root, key = cache_root(), build_key(torch_facts())
+    if os.environ.get("CXX"):  # who names a compiler wants its work; anyone else takes what is there
+        folders = [root / f"{key}-{compiler_key(compiler())}"]
+    else:
+        folders = sorted(root.glob(f"{key}-????????"))
+    return next((folder for folder in folders if _complete(folder)), None)
+
+
 def built(announce: bool = True) -> Path:
     """The folder with both libraries; compiles them first if they are not there (about 20 s on two free cores).
 
     ``announce`` prints one line to standard error before a compilation, because it is long enough to look like a hang.
     Raises :class:`MissingDependency`, :class:`UnsupportedTorch` or :class:`SimulatorError`, each with what to do.
     """
-    facts = torch_facts()
-    root, key = cache_root(), build_key(facts)
-    if not os.environ.get("CXX"):  # who names a compiler wants its work; anyone else takes what is there
-        for folder in sorted(root.glob(f"{key}-????????")):
-            if _complete(folder):
-                return folder
-    command = compiler()
-    folder = root / f"{key}-{compiler_key(command)}"
-    if _complete(folder):
-        return folder
+    there = compiled()
+    if there is not None:
+        return there
+    facts, command = torch_facts(), compiler()
+    folder = cache_root() / f"{build_key(facts)}-{compiler_key(command)}"
     with _lock(folder.parent / f"{folder.name}.lock"):
         if not _complete(folder):
             _compile(facts, command, folder, announce)
