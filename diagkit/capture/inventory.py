@@ -237,7 +237,7 @@ class Inventory:
             self._scan(kinds, changes)
         finally:
             for watch in self._optimizers:
-                watch.forget()
+                self._shielded("optimizers", watch.forget)
         return merge(changes)
 
     def _scan(self, kinds: frozenset[str], changes: list[Change]) -> None:

@@ -1,0 +1,80 @@
+"""Every function of the recorder fails in turn, and the job never notices; its trace, or one warning, tells of it.
+
+`harmless_faults.py` finds the functions by itself, so that a new one is tested without being named here.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+HERE = pathlib.Path(__file__).resolve().parent
+Report = dict[str, dict[str, Any]]
+
+#: Functions whose failing costs nothing that could be told, with the reason.
+QUIET = {
+    "diagkit.capture.entries.Handed.tensor": "only a local shape is missing",
+    "diagkit.trace.sinks.FileSink.sync": "the lines are with the kernel all the same",
+    "diagkit.trace.sinks.FileSink.close": "nothing is written any more",
+}
+#: Where these fail, patches stay in (asleep): there is nobody else to take them out.
+STAYS = {"diagkit.capture.hooks.remove", "diagkit.capture.hooks.uninstall", "diagkit.capture.hooks.Patch.take_out"}
+#: Where these fail, a whole look or line is lost; where others fail, the move of the model is still told.
+MOVE_IS_TOLD = ("diagkit.capture.cause.", "diagkit.capture.facts.", "diagkit.capture.process.")
+
+
+@pytest.fixture(scope="module")
+def report(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.mktemp("faults")
+    [result] = run_ranks(HERE / "harmless_faults.py", 1, args=[str(folder)], timeout=290)
+    found: Report = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_without_a_fault_the_trace_is_whole_and_tells_the_move(report: Report) -> None:
+    whole = report["nothing"]
+    assert whole["same"] and whole["moved"]
+    assert (whole["troubles"], whole["problems"], whole["warned"], whole["left"]) == ([], [], [], [])
+
+
+def test_most_of_the_recorder_is_made_to_fail(report: Report) -> None:
+    called = [name for name, told in report.items() if told["calls"]]
+    assert len(called) > 120
+    for name in (
+        "hooks._begin", "hooks.install", "recorder.Recorder.after", "recorder.Recorder.before",
+        "recorder.Recorder.failed", "recorder.Recorder.registered", "inventory.Inventory.scan", "cause.from_stack",
+    ):  # fmt: skip
+        assert f"diagkit.capture.{name}" in called
+
+
+def test_no_fault_reaches_the_job(report: Report) -> None:
+    assert {name: told["reached"] for name, told in report.items() if "reached" in told} == {}
+
+
+def test_the_job_computes_the_same_whatever_fails(report: Report) -> None:
+    assert [name for name, told in report.items() if not told.get("same")] == []
+
+
+def test_every_fault_is_told(report: Report) -> None:
+    silent = [
+        name for name, told in report.items() if told["calls"] and not told.get("troubles") and not told["warned"]
+    ]
+    assert sorted(silent) == sorted(set(QUIET) & set(report))
+
+
+def test_a_fault_is_warned_of_at_most_once(report: Report) -> None:
+    assert {name: told["warned"] for name, told in report.items() if len(told["warned"]) > 1} == {}
+
+
+def test_the_patches_come_out_whatever_fails(report: Report) -> None:
+    assert {name for name, told in report.items() if told["left"]} <= STAYS
+
+
+def test_who_moved_it_may_be_lost_that_it_moved_is_not(report: Report) -> None:
+    names = [name for name, told in report.items() if name.startswith(MOVE_IS_TOLD) and told["calls"]]
+    assert len(names) > 20
+    assert [name for name in names if not report[name]["moved"]] == ["diagkit.capture.facts.OptimizerWatch.forget"]
