@@ -37,8 +37,11 @@ MODULES = [
 ]
 APART = {"diagkit.capture.attach", "diagkit.capture.follow", "diagkit.capture.parts", "diagkit.capture.glance"}
 #: What the user calls, and the one place where faults end: their bodies are the shield itself.
-SHIELD = {"Recorder._safely", "Recorder.phase", "Recorder.mark", "Recorder.watch", "Recorder.close",
-          "Recorder.exported", "Recorder.observe", "start", "_writer", "_confess", "_stepped", "_registered", "_header", "TraceWriter._emit"}  # fmt: skip
+SHIELD = {
+    *(f"Recorder.{name}" for name in ("_safely", "phase", "mark", "watch", "close", "exported", "observe")),
+    *("start", "_writer", "_header", "TraceWriter._emit"),
+    *("_confess", "_stepped", "_registered"),
+}
 
 
 class Injected(Exception):
