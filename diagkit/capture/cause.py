@@ -103,10 +103,11 @@ def _cause(
     chain: list[str] = []
     culprit: tuple[CodeType, int] | None = None
     torch_calls: list[str] = []
-    for code, line, inside in found:
+    for n, (code, line, inside) in enumerate(found):
         kind = kind_of(code.co_filename)
         if kind == "user":
-            culprit = (code, line)
+            if culprit is None or not _carries_on(code, found[n + 1 : n + 2]):
+                culprit = (code, line)
             torch_calls = []
             if code.co_name != "<module>" and (inside or not known_base):
                 chain.append(_name(code))
@@ -149,6 +150,14 @@ def _holds_tensor(value: object, depth: int = 3) -> bool:
     if depth and isinstance(value, (list, tuple, set, frozenset)):
         return len(value) > 1000 or any(_holds_tensor(item, depth - 1) for item in value)
     return False
+
+
+def _carries_on(code: CodeType, after: list[tuple[CodeType, int, bool]]) -> bool:
+    """Whether this is a model's own ``to`` that ends in that of nn.Module, as every transformers model has one: the
+    line to name is the one that called it."""
+    return code.co_varnames[:1] == ("self",) and any(
+        c.co_name == code.co_name and c.co_filename.endswith(_MODULE_FILES) for c, _, _ in after
+    )
 
 
 def _plumbing(name: str) -> bool:
