@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from diagkit.errors import UsageError
-from diagkit.run.door import Door
+from diagkit.run.door import Door, open_door
 from diagkit.run.ending import end_text, failure_text, hard_coded, say, well
 from diagkit.run.options import Options
 from diagkit.run.script import Program, execute, module_program, script_program, set_the_stage
@@ -20,7 +20,7 @@ from diagkit.run.script import Program, execute, module_program, script_program,
 _SAID = ("out", "detail", "ranks", "include", "exclude", "limit", "quiet", "engines")
 _WITH_VALUE = {f"--{name}" for name in _SAID}
 
-_prepared: list[tuple[Program, Door]] = []
+_prepared: list[tuple[Program, Door | None]] = []
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,9 +71,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         set_the_stage(os.path.dirname(os.path.abspath(args.script)), [args.script, *args.rest])
         program = script_program(args.script)
-    door = Door(options)
-    door.open()
-    _prepared[:] = [(program, door)]
+    _prepared[:] = [(program, open_door(options))]
     return 0
 
 
@@ -82,11 +80,12 @@ def foreign() -> None:
     program, door = _prepared.pop()
 
     def ended(error: BaseException | None) -> None:
+        watch = None if door is None else door.watch
         if error is None or well(error):
-            say(end_text(door.watch))
+            say(end_text(watch))
         else:
-            say(hard_coded(error) or failure_text(door.watch, error))
-        if error is not None:
+            say(hard_coded(error) or failure_text(watch, error))
+        if error is not None and door is not None:
             door.close()
 
     execute(program, ended)

@@ -48,13 +48,15 @@ class Watch:
         self._pid = os.getpid()
         self._pending = False
         self._left_out = False
+        self._roots: list[weakref.ref[nn.Module]] = []
         self._early: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._quiet: QuietWatch | None = None
 
     def begin(self) -> None:
         """Listens from now on."""
         hooks.add(self)
-        self._pending = bool(internals.all_fsdp_modules())
+        # What made us begin may be under way: the first group of the first model.
+        self._pending = True
 
     def end(self, reason: str = "closed") -> None:
         """Takes everything out again and closes the trace. A second time is harmless."""
@@ -81,7 +83,7 @@ class Watch:
 
     def before(self, call: Call) -> None:
         """Takes in what was sharded before this call, and lets the recorder hear of the call itself."""
-        if call.operation is hooks.SHARD or not self._pending:
+        if call.operation in (hooks.SHARD, hooks.BUILD) or not self._pending:
             return
         with self._lock:
             self._settle(call.subject)
@@ -95,7 +97,11 @@ class Watch:
         if call.operation is hooks.SHARD:
             self._pending = True
         elif call.operation is hooks.BUILD and isinstance(call.subject, torch.optim.Optimizer):
-            self._optimizer(call.subject)
+            self._early.add(call.subject)
+            with self._lock:
+                if self._pending:
+                    self._settle(None)
+                self._take_optimizers()
 
     def failed(self, call: Call, error: BaseException) -> None:
         """Nothing was made."""
@@ -157,23 +163,25 @@ class Watch:
         roots = _roots(modules, subject)
         recorder = self.ready() if roots else None
         if recorder is None:
-            self._pending = bool(roots) and not self._left_out
+            self._pending = not self._left_out
             return
+        if known is None:
+            # Optimizers that were made before there was anything to listen to. One look through the process.
+            self._early.update(o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))
         for root in roots:
             recorder.watch({self._label(root): root})
-        for optimizer in list(self._early):
-            if _may_train(optimizer, roots):
-                recorder.watch(optimizer=optimizer)
-                self._early.discard(optimizer)
+            self._roots.append(weakref.ref(root))
+        self._take_optimizers()
         recorder.mark("model found")
 
-    def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.recorder is not None and any(
-            internals.local_tensor(p) is not None for group in optimizer.param_groups for p in group["params"]
-        ):
-            self.recorder.watch(optimizer=optimizer)
-        else:
-            self._early.add(optimizer)
+    def _take_optimizers(self) -> None:
+        """Watches those that train a watched model; the others may yet turn out to."""
+        roots = [root for ref in self._roots if (root := ref()) is not None]
+        recorder = self.recorder
+        for optimizer in list(self._early) if recorder is not None else ():
+            if recorder is not None and _may_train(optimizer, roots):
+                recorder.watch(optimizer=optimizer)
+                self._early.discard(optimizer)
 
     def _label(self, root: nn.Module) -> str:
         """What the job calls a model: the role of the engine that is making it, or its variable's name."""
@@ -199,7 +207,8 @@ def _roots(modules: list[nn.Module], subject: object) -> list[nn.Module]:
 def _may_train(optimizer: torch.optim.Optimizer, roots: list[nn.Module]) -> bool:
     """Whether an optimizer made before sharding was meant for one of these models: it holds its parameters, or as many
     as it has (those that sharding replaced)."""
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    groups = getattr(optimizer, "param_groups", ())  # one that is being made has none yet
+    held = [id(p) for group in groups for p in group["params"]]
     live = [[id(p) for p in root.parameters() if p.requires_grad] for root in roots]
     return any(len(held) == len(ids) or not set(held).isdisjoint(ids) for ids in live)
 

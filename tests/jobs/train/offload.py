@@ -37,10 +37,10 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--place", action="store_true", help="place the model before saving")
-    parser.add_argument("--asynchronous", action="store_true")
     args = parser.parse_args()
     device = torch.accelerator.current_accelerator()
-    dist.init_process_group()
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(f"cpu:gloo,{device.type}:{backend}")
     torch.accelerator.set_device_index(dist.get_rank())
     model = build(init_device_mesh(device.type, (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -54,10 +54,8 @@ def main() -> int:
     try:
         if args.place:
             place(model, device)
-        save = dcp.async_save if args.asynchronous else dcp.save
-        saved = save(get_model_state_dict(model), checkpoint_id=args.checkpoint)
-        if args.asynchronous:
-            saved.result()
+        dcp.save(get_model_state_dict(model), checkpoint_id=args.checkpoint)
+        dcp.async_save(get_model_state_dict(model), checkpoint_id=f"{args.checkpoint}-async").result()
     except RuntimeError as error:
         print(f"rank {dist.get_rank()}: saving failed", file=sys.stderr)
         raise SystemExit(7) from error
