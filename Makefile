@@ -25,7 +25,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SETUP = @$(PYTHON) .ci/venv.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
 
-.PHONY: help setup demo lab notebooks pictures doctor test test-torch test-verl lint clean
+.PHONY: help setup demo lab notebooks pictures doctor test test-torch test-verl hazards predictions lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*  ## ' $(MAKEFILE_LIST) | sed 's/:.*  ## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -69,6 +69,17 @@ test-torch:  ## the smoke tests on another torch, in an environment of its own: 
 test-verl: setup  ## compare the lab's engines with verl's own (makes .venv-verl: 1.8 GB, about a minute)
 	@$(PY) tests/verl/realengines/environment.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
 	$(PY) -m pytest -m verl tests/verl $(PYTEST)
+
+hazards: setup  ## write the catalogue of hazards as a page: build/hazards.md
+	@mkdir -p build
+	@$(PY) -m diagkit hazards --markdown > build/hazards.md && echo build/hazards.md
+
+# The environment of a torch named on the command line, else the usual one.
+MEASURED = $(if $(filter command line,$(origin TORCH)),.venv-torch-$(TORCH),$(VENV))
+
+predictions:  ## measure what each operation does in each state, and ship the table (TORCH=2.9.1 for another torch)
+	$(SETUP) --venv $(MEASURED) --torch $(TORCH)
+	@$(MEASURED)/bin/python -m diagkit.demo.predictions
 
 lint: setup  ## ruff and mypy
 	@$(PY) -m ruff check .
