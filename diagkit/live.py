@@ -23,7 +23,7 @@ from diagkit.diagnosis.diagnose import diagnose
 from diagkit.diagnosis.explain import Explanation, by_facts
 from diagkit.diagnosis.finding import Findings
 from diagkit.diagnosis.operation import operation_of
-from diagkit.diagnosis.predictions import Prediction, facets, predict
+from diagkit.diagnosis.predictions import Prediction, facets, measure, predict
 from diagkit.diagnosis.predictions.facets import Facets
 from diagkit.diagnosis.residency_table import ResidencyTable, residency_table
 from diagkit.diagnosis.signatures import said
@@ -48,6 +48,17 @@ class Inspection:
     def table(self) -> ResidencyTable:
         """Where every tensor is, equal ones together."""
         return residency_table(self.trace)
+
+    def probe(self, timeout: float = 300) -> Prediction:
+        """The prediction, measured anew on the torch that is installed here, in processes of their own.
+
+        It uses the simulated accelerator and touches neither this process nor the model; ``timeout`` is in seconds.
+
+        Raises:
+            UsageError: nothing like this state is known.
+            SimulatorError: the measurement did not come to an end.
+        """
+        return measure(self.state, timeout)
 
     @property
     def notes(self) -> tuple[str, ...]:

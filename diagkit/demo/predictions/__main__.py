@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from diagkit.demo.predictions import cells, forked
 from diagkit.demo.predictions.bench import DECODER, STRAIGHT
@@ -21,6 +22,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m diagkit.demo.predictions", description=__doc__)
     parser.add_argument("--out", type=Path, help="the table's file (default: beside the reader of the tables)")
     parser.add_argument("--only", default="", help="states whose name holds this text; writes nothing")
+    parser.add_argument("--probe", metavar="NAME", help="one state by name: its table goes to standard output")
     parser.add_argument("--alone", action="store_true", help="each operation in processes of its own (slow)")
     args = parser.parse_args()
     device = forked.warm_up()
@@ -30,7 +32,7 @@ def main() -> int:
     entries: dict[Facets, tuple[str, dict[str, Cell]]] = {}
     started = time.monotonic()
     for state in STATES:
-        if args.only not in state.name:
+        if args.only not in state.name or args.probe not in (None, state.name):
             continue
         for ranks in state.ranks:
             key, found = measure(state, ranks, device, args.alone)
@@ -43,7 +45,7 @@ def main() -> int:
                 print(json.dumps({op: [c.outcome, c.error] for op, c in found.items()}, indent=1))
     if args.only:
         return 0
-    table = {
+    table: dict[str, Any] = {
         "torch": version,
         "simulated": True,
         "states": [
@@ -55,8 +57,11 @@ def main() -> int:
             for key, (name, found) in entries.items()
         ],
     }
+    if args.probe is not None:
+        print(json.dumps(table))
+        return 0 if entries else 2
     out = args.out or Path(predictions.__file__).parent / f"torch-{version}.json"
-    lines = ",\n".join(json.dumps(entry) for entry in table.pop("states"))  # type: ignore[attr-defined]
+    lines = ",\n".join(json.dumps(entry) for entry in table.pop("states"))
     out.write_text(json.dumps(table)[:-1] + ', "states": [\n' + lines + "\n]}\n", encoding="utf-8")
     print(f"{len(entries)} states in {out}", file=sys.stderr)
     return 0

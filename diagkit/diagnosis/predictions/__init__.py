@@ -2,5 +2,6 @@
 
 from diagkit.diagnosis.predictions.facets import Facets, facets
 from diagkit.diagnosis.predictions.lookup import Prediction, consequences, predict
+from diagkit.diagnosis.predictions.probe import measure
 
-__all__ = ["Facets", "Prediction", "consequences", "facets", "predict"]
+__all__ = ["Facets", "Prediction", "consequences", "facets", "measure", "predict"]

@@ -102,10 +102,11 @@ def facets(rank: RankTrace, moment: Moment | int = -1) -> Facets:
 
 
 def _policy(groups: Sequence[GroupFacts], rank: RankTrace) -> tuple[str, str | None]:
+    accelerator = None if rank.header.device == "cpu" else rank.header.device
     if not groups:
-        return "no FSDP2", None if rank.header.device == "cpu" else rank.header.device
+        return "no FSDP2", accelerator
     offloading = [g for g in groups if g.offload]
-    computes = groups[0].mesh_device
+    computes = groups[0].mesh_device or accelerator
     if not offloading:
         return "none", computes
     return ("pinned" if any(g.pin_memory for g in offloading) else "unpinned"), computes

@@ -73,7 +73,7 @@ class Cell:
     def text(self) -> str:
         told = ERRORS.get(self.error, f"raises '{self.error}'" if self.outcome in ("crash", "blocked") else self.error)
         return {
-            "ok": "works" + (f"; {told}" if told else ""),
+            "ok": told or "works",
             "blocked": f"is not reached: the pass before it {told}",
             "depends": f"depends on the model: where forward does not move its buffers itself it {told}",
         }.get(self.outcome, told)
