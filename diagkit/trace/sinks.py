@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from stat import S_ISREG
 from typing import Protocol
 
 
@@ -104,6 +105,9 @@ class FileSink:
         stat = os.fstat(self._file)
         self._identity = (stat.st_dev, stat.st_ino)
         self._linked = stat.st_nlink > 0  # some network file systems never count links
+        self._regular = S_ISREG(stat.st_mode)
+        self._first = b""  # how the file begins: a number of an inode is soon used again
+        self._size = stat.st_size
 
     def write(self, line: bytes) -> str | None:
         """Appends the line; what befell it on the way, None for nothing.
@@ -123,6 +127,10 @@ class FileSink:
         except OSError:
             self._torn = self._torn or done > 0
             raise
+        finally:
+            self._size += done
+            if len(self._first) < 256:
+                self._first = (self._first + line[:done])[:256]
         self._torn = False
         return note
 
@@ -140,16 +148,19 @@ class FileSink:
             stat = os.fstat(self._file)
         except OSError:
             return None
-        return stat if (stat.st_dev, stat.st_ino) == self._identity else None
+        return stat if self._is_ours(stat) else None
+
+    def _is_ours(self, stat: os.stat_result) -> bool:
+        return (stat.st_dev, stat.st_ino) == self._identity and (stat.st_size >= self._size or not self._regular)
 
     def _reach(self) -> str | None:
         """Makes sure that the descriptor leads to our file and that somebody can find it there."""
         stat = self._stat()
         note = None
         if stat is None:
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0))
+            file = os.open(self.path, os.O_RDWR | os.O_APPEND | getattr(os, "O_CLOEXEC", 0))
             stat = os.fstat(file)
-            if (stat.st_dev, stat.st_ino) != self._identity:
+            if not self._is_ours(stat) or (self._regular and os.pread(file, len(self._first), 0) != self._first):
                 os.close(file)
                 raise OSError(errno.ESTALE, "another file is in its place", str(self.path))
             self._file = file
