@@ -89,7 +89,7 @@ def changes(writer: TraceWriter, difference: list[Change]) -> list[Change]:
     return [Change(row, 1, c.facts, c.exchanged or row in lost) for row, c in sorted(told.items())]
 
 
-def lines(rank: int = 0, world: int = 1, run: str = "story", cut: bool = False) -> list[bytes]:
+def lines(rank: int = 0, world: int = 1, run: str = "story") -> list[bytes]:
     """The whole story of one rank."""
     sink = MemorySink()
     writer = TraceWriter(
@@ -97,4 +97,4 @@ def lines(rank: int = 0, world: int = 1, run: str = "story", cut: bool = False) 
     )
     for _ in events(writer):
         pass
-    return sink.lines[:-1] if cut else sink.lines
+    return sink.lines
