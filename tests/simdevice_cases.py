@@ -527,6 +527,18 @@ def activation_checkpointing_repeats_the_same_randomness() -> None:
 
 
 @case
+def zeros_without_memory_may_be_read_and_sent_home() -> None:
+    x = rand(3).npu().requires_grad_()
+    x.sgn().sum().backward()  # a gradient that is known to vanish: PyTorch makes it without memory
+    assert (
+        x.grad is not None
+        and torch.equal(x.grad.cpu(), torch.zeros(3))
+        and torch.equal((x.grad + 1).cpu(), torch.ones(3))
+    )
+    raises("dense tensors only", lambda: rand(3, 3).npu().to_sparse())
+
+
+@case
 def optimizers_step_as_on_the_cpu() -> None:
     def trained(device: str, **options: Any) -> Tensor:
         torch.manual_seed(0)

@@ -113,6 +113,7 @@ class HostCall {
   }
   at::Tensor out(const at::Tensor& t) {
     if (!t.defined() || !t.device().is_cpu()) return t;
+    TORCH_CHECK(t.layout() == at::kStrided, "the simulated accelerator has dense tensors only, not ", t.layout());
     for (auto& m : moved_) {
       if (m.host.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return m.device;
     }

@@ -33,8 +33,24 @@ inline at::Tensor empty_strided(
   return at::detail::empty_strided_generic(size, stride, &device_allocator(), kKeys, c10::dtype_or_default(dtype));
 }
 
+// A zero with a shape and no memory: autograd makes them for gradients that are known to vanish.
+inline at::Tensor efficient_zero(
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
+    std::optional<bool>) {
+  const c10::Device where = Guard::real(device.value_or(c10::Device(kType)));
+  const auto type = c10::scalarTypeToTypeMeta(c10::dtype_or_default(dtype));
+  const size_t bytes = at::detail::computeStorageNbytesContiguous(size, type.itemsize());
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, where), &device_allocator(), true));
+  auto zero = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), kKeys.add(c10::DispatchKey::ZeroTensor), type);
+  zero.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  return zero;
+}
+
 inline at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   if (self.is_same(src)) return self;
+  TORCH_CHECK(!self._is_zerotensor(), "ZeroTensors are immutable. Please materialize the tensor using `.clone()`, if you want a mutable zero tensor.");
+  if (src._is_zerotensor()) return self.zero_(); // such a gradient has a shape and no memory
   at::AutoDispatchBelowADInplaceOrView below;
   const c10::Stream stream = stream_now(on_device(src) ? src.device() : self.device());
   auto& queue = CopyQueue::get();
@@ -177,6 +193,7 @@ inline void record_stream(at::Tensor&, at::Stream) {}
 inline void register_kernels(torch::Library& m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", &efficient_zero);
   m.impl("copy_", &copy_);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
