@@ -25,11 +25,11 @@ from diagkit.diagnosis.finding import Findings
 from diagkit.diagnosis.operation import operation_of
 from diagkit.diagnosis.predictions import Prediction, facets, measure, predict
 from diagkit.diagnosis.predictions.facets import Facets
-from diagkit.diagnosis.residency_table import ResidencyTable, residency_table
 from diagkit.diagnosis.signatures import said
 from diagkit.errors import UsageError
 from diagkit.trace import RankTrace
-from diagkit.trace.schema import Failure
+from diagkit.trace.schema import TENSOR_KINDS, Failure
+from diagkit.trace.table import ResidencyTable
 
 #: Values looked at in one frame, members of one container, and objects in all.
 _PER_FRAME, _PER_CONTAINER, _IN_ALL = 400, 64, 20_000
@@ -47,7 +47,7 @@ class Inspection:
     @property
     def table(self) -> ResidencyTable:
         """Where every tensor is, equal ones together."""
-        return residency_table(self.trace)
+        return ResidencyTable.at(self.trace, kinds=TENSOR_KINDS)
 
     def probe(self, timeout: float = 300) -> Prediction:
         """The prediction, measured anew on the torch that is installed here, in processes of their own.

@@ -7,7 +7,7 @@ is a door to the views, opened when a notebook asks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diagkit.trace.patterns import compress
 from diagkit.trace.reader import RankTrace
@@ -53,37 +53,20 @@ class ResidencyTable:
         """
         groups: dict[tuple[object, ...], list[tuple[int, Row, Residency]]] = {}
         for at, (row, facts) in enumerate(tensors):
-            key = (
-                row.kind,
-                row.model,
-                row.part,
-                facts.metadata_device,
-                facts.storage_device,
-                facts.pinned,
-                _notes(facts),
-            )
+            key = (row.kind, row.model, row.part, _shown(facts))
             groups.setdefault(key, []).append((at, row, facts))
         several = len({row.model for group in groups.values() for _, row, _ in group}) > 1
-        placed: list[tuple[int, ResidencyLine]] = []
+        joined: dict[tuple[object, ...], tuple[int, ResidencyLine, list[str]]] = {}
         for group in groups.values():
             _, row, facts = group[0]
             first = {one.name: at for at, one, _ in reversed(group)}
             for pattern in compress(one.name for _, one, _ in group):
                 text = f"{row.model}: {pattern.text}" if several else pattern.text
-                if row.kind not in (PARAMETER, BUFFER):
-                    text += f" [{row.part or row.kind.replace('_', ' ')}]"
-                line = ResidencyLine(
-                    text,
-                    pattern.count,
-                    row.kind,
-                    facts.metadata_device,
-                    facts.storage_device,
-                    facts.pinned,
-                    facts.split,
-                    _notes(facts),
-                )
-                placed.append((first[pattern.names[0]], line))
-        return cls(tuple(line for _, line in sorted(placed, key=lambda entry: entry[0])), title, simulated)
+                line = ResidencyLine(text, pattern.count, row.kind, *_shown(facts))
+                # Parts of one optimizer's state that live alike share a line.
+                joined.setdefault((line,), (first[pattern.names[0]], line, []))[2].append(row.part)
+        placed = sorted(joined.values(), key=lambda entry: entry[0])
+        return cls(tuple(_with_parts(line, parts) for _, line, parts in placed), title, simulated)
 
     @classmethod
     def at(
@@ -94,16 +77,23 @@ class ResidencyTable:
         index = range(len(rank.moments))[moment if isinstance(moment, int) else moment.index]
         facts = rank.state(index).facts
         pairs = ((row, rank.facts[facts[row.id]]) for row in rank.rows if row.kind in wanted)
-        label = rank.moments[index].label
-        title = f"rank {rank.rank} of {rank.header.world_size}"
+        header = rank.header
+        device = f"simulated {header.device}" if header.simulated else header.device
+        title = f"rank {header.rank} of {header.world_size}, {device}, torch {header.torch or '?'}"
         if len(rank.moments) > 1:
-            title += f", at “{label}”"
-        return cls.of(((row, f) for row, f in pairs if isinstance(f, Residency)), title, rank.header.simulated)
+            title += f", at “{rank.moments[index].label}”"
+        return cls.of(((row, f) for row, f in pairs if isinstance(f, Residency)), title, header.simulated)
 
     @property
     def splits(self) -> int:
         """How many tensors are split."""
         return sum(line.count for line in self.lines if line.split)
+
+    @property
+    def heading(self) -> str:
+        """The title; it says so where the accelerator is simulated."""
+        told = "simulated" in self.title or not self.simulated
+        return self.title if told else f"{self.title} (simulated accelerator)".strip()
 
     def __iter__(self) -> Iterator[ResidencyLine]:
         return iter(self.lines)
@@ -119,8 +109,7 @@ class ResidencyTable:
             rows.append((line.name, line.metadata_device, place, ", ".join(notes)))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         text = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        head = self.title + (" (simulated accelerator)" if self.simulated else "")
-        return "\n".join([head.strip(), *text] if head.strip() else text)
+        return "\n".join([self.heading, *text] if self.heading else text)
 
     __repr__ = __str__
 
@@ -128,6 +117,17 @@ class ResidencyTable:
         from diagkit.views.html import table_html
 
         return table_html(self)
+
+
+def _shown(facts: Residency) -> tuple[str, str | None, bool | None, bool, tuple[str, ...]]:
+    return facts.metadata_device, facts.storage_device, facts.pinned, facts.split, _notes(facts)
+
+
+def _with_parts(line: ResidencyLine, parts: list[str]) -> ResidencyLine:
+    if line.kind in (PARAMETER, BUFFER):
+        return line
+    told = ", ".join(filter(None, parts)) or line.kind.replace("_", " ")
+    return replace(line, pattern=f"{line.pattern} [{told}]", count=line.count * len(parts))
 
 
 def _notes(facts: Residency) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ def _residency(table: ResidencyTable) -> str:
             _chip(line.storage_device, bytes_at, line.split),
             ", ".join(words),
         ])  # fmt: skip
-    caption = clean(table.title) + (" · simulated accelerator" if table.simulated else "")
+    caption = clean(table.heading)
     if len(table.lines) > LINES:
         caption += f" · {len(table.lines) - LINES} further lines are not shown"
     return _table(caption, ("tensor", "metadata says", "bytes are on", "notes"), rows)

@@ -185,9 +185,10 @@ def _label(text: str, limit: float) -> list[str]:
     """One line, or two of lengths as alike as the dots allow."""
     if text_width(text, LABEL) <= limit:
         return [text]
-    dots = [i + 1 for i, character in enumerate(text) if character == "."]
+    part = text.rfind(" [") + 1
+    dots = [part] if part else [i + 1 for i, character in enumerate(text) if character == "."]
     cut = min(dots, key=lambda i: max(text_width(text[:i], LABEL), text_width(text[i:], LABEL)), default=0)
-    return [shorten(part, limit, LABEL) for part in (text[:cut], text[cut:]) if part]
+    return [shorten(part, limit, LABEL) for part in (text[:cut].rstrip(), text[cut:]) if part]
 
 
 def _head(scene: Scene, title: str, around: str, verdict: Verdict | None) -> float:
