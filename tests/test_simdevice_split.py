@@ -6,6 +6,7 @@ import json
 
 import pytest
 import split_ranks
+import torch
 from ranks import run_ranks
 
 CRASH = (
@@ -47,6 +48,10 @@ TABLE = {
     "zeros_like": "ok: dtensor cpu/cpu",
     "storage device": "ok: npu/cpu",
 }
+
+# Where torch 2.9 differs, split or not: DTensor does not know the operator yet.
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+    TABLE["is_pinned"] = "NotImplementedError: Operator aten.is_pinned.default"
 
 
 @pytest.fixture(scope="module")
