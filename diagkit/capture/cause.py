@@ -40,6 +40,9 @@ _MACHINERY = tuple(
 #: Where the methods of nn.Module are defined, also those that a plug-in adds as plain functions.
 _MODULE_FILES = (os.path.join("nn", "modules", "module.py"), os.path.join("torch_npu", "utils", "_module.py"))
 _kinds: dict[str, str] = {}
+#: Other tools' wrappers around what is observed: whoever called what they wrap is the one to name. So it is with a
+#: module's own `_apply`, which PyTorch calls.
+pass_through: set[CodeType] = set()
 
 
 def kind_of(file: str) -> str:
@@ -106,6 +109,9 @@ def _cause(
     for n, (code, line, inside) in enumerate(found):
         kind = kind_of(code.co_filename)
         if kind == "user":
+            if culprit is not None and (code in pass_through or code.co_name == "_apply"):
+                stack.append(_frame(code, line))
+                continue
             if culprit is None or not _carries_on(code, found[n + 1 : n + 2]):
                 culprit = (code, line)
             torch_calls = []

@@ -25,15 +25,11 @@ import torch
 from torch import nn
 
 from diagkit import torch_internals as internals
+from diagkit.capture.cause import pass_through
+from diagkit.capture.operations import APPLY, BUILD, PLACES, SHARD, STEP, Operation
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One observed call."""
-
-    name: str  # as people say it: "Module.state_dict"
-    scope: str  # what it can change: "model", "states", "structure", "nothing"
-    notable: bool = True  # a moment even when nothing changed; otherwise only when something did
+__all__ = ["APPLY", "BUILD", "SHARD", "STEP", "Call", "Listener", "Operation", "add", "install", "remove", "uninstall"]
 
 
 @dataclass(slots=True)
@@ -239,97 +235,19 @@ def _begin(operation: Operation, args: tuple[Any, ...], outer: Call | None) -> C
 
 
 def _wraps(outer: Any, inner: Any) -> bool:
-    """Whether the object, a wrapper by convention, leads to the inner one."""
+    """Whether the object, a wrapper by convention, leads to the inner one; then its frames are no one's call."""
+    codes = []
     for _ in range(20):
+        codes.append(getattr(outer, "__code__", None))
         outer = getattr(outer, "__wrapped__", None)
         if outer is None:
             return False
         if outer is inner:
+            pass_through.update(code for code in codes if code is not None)
             return True
     return False
 
 
-def _initialised(state: Any, *_: Any) -> bool:
-    """Lazy init is called at every forward of every FSDP module and returns at once after the first."""
-    return getattr(state, "_is_root", None) is not None
-
-
-APPLY = Operation("Module._apply", "model")
-RESET = Operation("FSDPParam.reset_sharded_param", "model", notable=False)
-BACKWARD_END = Operation("backward end", "nothing", notable=False)
-STEP = Operation("Optimizer.step", "states", notable=False)
-SHARD = Operation("fully_shard", "structure", notable=False)
-BUILD = Operation("Optimizer.__init__", "nothing", notable=False)
-
-#: Where the job has not imported the module yet there is nothing to observe in it; `refresh` looks again.
-_PLACES: tuple[tuple[str, str, str, Operation, Callable[..., bool] | None], ...] = (
-    ("torch.nn.modules.module", "Module", "_apply", APPLY, None),
-    ("torch.nn.modules.module", "Module", "state_dict", Operation("Module.state_dict", "model"), None),
-    ("torch.nn.modules.module", "Module", "load_state_dict", Operation("Module.load_state_dict", "model"), None),
-    ("torch.optim.optimizer", "Optimizer", "state_dict", Operation("Optimizer.state_dict", "states"), None),
-    ("torch.optim.optimizer", "Optimizer", "__init__", BUILD, None),
-    ("torch.optim.optimizer", "Optimizer", "load_state_dict", Operation("Optimizer.load_state_dict", "states"), None),
-    ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule", "_apply", APPLY, None),
-    ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "reset_sharded_param", RESET, None),
-    ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup", "__init__", SHARD, None),
-    (
-        "torch.distributed.fsdp._fully_shard._fsdp_state",
-        "FSDPState",
-        "_lazy_init",
-        Operation("first forward", "model"),
-        _initialised,
-    ),
-    (
-        "torch.distributed.fsdp._fully_shard._fsdp_state",
-        "FSDPState",
-        "_root_post_backward_final_callback",
-        BACKWARD_END,
-        None,
-    ),
-    # The public functions call these by name, also where they were imported by name before.
-    (
-        "torch.distributed.checkpoint.state_dict",
-        "",
-        "_get_model_state_dict",
-        Operation("get_model_state_dict", "model"),
-        None,
-    ),
-    (
-        "torch.distributed.checkpoint.state_dict",
-        "",
-        "_get_optim_state_dict",
-        Operation("get_optimizer_state_dict", "states"),
-        None,
-    ),
-    (
-        "torch.distributed.checkpoint.state_dict",
-        "",
-        "_load_model_state_dict",
-        Operation("set_model_state_dict", "model"),
-        None,
-    ),
-    (
-        "torch.distributed.checkpoint.state_dict",
-        "",
-        "_load_optim_state_dict",
-        Operation("set_optimizer_state_dict", "states"),
-        None,
-    ),
-    (
-        "torch.distributed.checkpoint.state_dict_saver",
-        "",
-        "_save_state_dict",
-        Operation("dcp.save", "everything"),
-        None,
-    ),
-    (
-        "torch.distributed.checkpoint.state_dict_loader",
-        "",
-        "_load_state_dict",
-        Operation("dcp.load", "everything"),
-        None,
-    ),
-)
 _patches: dict[tuple[str, str, str], Patch] = {}
 _handles: list[Any] = []
 
@@ -339,7 +257,7 @@ def install() -> None:
     global _modules
     with _lock:
         _modules = len(sys.modules)
-        for module_name, class_name, name, operation, quick in _PLACES:
+        for module_name, class_name, name, operation, quick in PLACES:
             owner: Any = internals.loaded(module_name)
             if owner is not None and class_name:
                 owner = getattr(owner, class_name, None)

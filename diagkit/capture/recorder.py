@@ -23,8 +23,9 @@ from torch import nn
 from diagkit.capture import hooks
 from diagkit.capture.cause import from_stack, from_traceback, message_of
 from diagkit.capture.changes import exchanged_rows
-from diagkit.capture.hooks import Call, Operation
+from diagkit.capture.hooks import Call
 from diagkit.capture.inventory import EVERYTHING, MODEL, STATES, Inventory
+from diagkit.capture.operations import APPLY, STEP, Operation
 from diagkit.capture.residency import Key, quiet, read
 from diagkit.capture.subjects import subject_name
 from diagkit.trace.schema import (
@@ -269,9 +270,9 @@ class Recorder:
             if operation.scope == "structure":
                 self._inventory.dirty = True
                 return
-            if operation.scope == "states" and operation is not hooks.STEP:
+            if operation.scope == "states" and operation is not STEP:
                 self._inventory.forget_states()
-            changes = self._read(_SCOPES[operation.scope], stepped=operation is hooks.STEP)
+            changes = self._read(_SCOPES[operation.scope], stepped=operation is STEP)
             if changes or operation.notable:
                 cause = self._cause(call)
                 self._write(CALL, self._label(cause, operation), cause=cause)
@@ -361,7 +362,7 @@ class Recorder:
     @staticmethod
     def _label(cause: Cause, operation: Operation) -> str:
         """``Module.to`` where that is how `_apply` was reached."""
-        if operation is not hooks.APPLY:
+        if operation is not APPLY:
             return operation.name
         return next((name for name in reversed(cause.chain) if name.startswith("Module.")), operation.name)
 

@@ -1,0 +1,99 @@
+"""Which calls are observed, and where PyTorch keeps the functions that are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One observed call."""
+
+    name: str  # as people say it: "Module.state_dict"
+    scope: str  # what it can change: "model", "states", "structure", "nothing"
+    notable: bool = True  # a moment even when nothing changed; otherwise only when something did
+
+
+def _initialised(state: Any, *_: Any) -> bool:
+    """Lazy init is called at every forward of every FSDP module and returns at once after the first."""
+    return getattr(state, "_is_root", None) is not None
+
+
+APPLY = Operation("Module._apply", "model")
+RESET = Operation("FSDPParam.reset_sharded_param", "model", notable=False)
+BACKWARD_END = Operation("backward end", "nothing", notable=False)
+STEP = Operation("Optimizer.step", "states", notable=False)
+SHARD = Operation("fully_shard", "structure", notable=False)
+BUILD = Operation("Optimizer.__init__", "nothing", notable=False)
+
+#: Where the job has not imported the module yet there is nothing to observe in it; `hooks.install` looks again.
+PLACES: tuple[tuple[str, str, str, Operation, Callable[..., bool] | None], ...] = (
+    ("torch.nn.modules.module", "Module", "_apply", APPLY, None),
+    ("torch.nn.modules.module", "Module", "state_dict", Operation("Module.state_dict", "model"), None),
+    ("torch.nn.modules.module", "Module", "load_state_dict", Operation("Module.load_state_dict", "model"), None),
+    ("torch.optim.optimizer", "Optimizer", "state_dict", Operation("Optimizer.state_dict", "states"), None),
+    ("torch.optim.optimizer", "Optimizer", "__init__", BUILD, None),
+    ("torch.optim.optimizer", "Optimizer", "load_state_dict", Operation("Optimizer.load_state_dict", "states"), None),
+    ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule", "_apply", APPLY, None),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "reset_sharded_param", RESET, None),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup", "__init__", SHARD, None),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_state",
+        "FSDPState",
+        "_lazy_init",
+        Operation("first forward", "model"),
+        _initialised,
+    ),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_state",
+        "FSDPState",
+        "_root_post_backward_final_callback",
+        BACKWARD_END,
+        None,
+    ),
+    # The public functions call these by name, also where they were imported by name before.
+    (
+        "torch.distributed.checkpoint.state_dict",
+        "",
+        "_get_model_state_dict",
+        Operation("get_model_state_dict", "model"),
+        None,
+    ),
+    (
+        "torch.distributed.checkpoint.state_dict",
+        "",
+        "_get_optim_state_dict",
+        Operation("get_optimizer_state_dict", "states"),
+        None,
+    ),
+    (
+        "torch.distributed.checkpoint.state_dict",
+        "",
+        "_load_model_state_dict",
+        Operation("set_model_state_dict", "model"),
+        None,
+    ),
+    (
+        "torch.distributed.checkpoint.state_dict",
+        "",
+        "_load_optim_state_dict",
+        Operation("set_optimizer_state_dict", "states"),
+        None,
+    ),
+    (
+        "torch.distributed.checkpoint.state_dict_saver",
+        "",
+        "_save_state_dict",
+        Operation("dcp.save", "everything"),
+        None,
+    ),
+    (
+        "torch.distributed.checkpoint.state_dict_loader",
+        "",
+        "_load_state_dict",
+        Operation("dcp.load", "everything"),
+        None,
+    ),
+)
