@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from diagkit.demo import command
+from diagkit.demo.expected import Expectation, expected
 from diagkit.demo.experiments import ENGINES, REVISIONS, Experiment, group_names, matrix
 from diagkit.demo.launch import Launcher
 from diagkit.errors import EngineError
@@ -57,6 +61,7 @@ def test_a_real_device_that_is_not_there_gets_one_line_that_offers_the_simulatio
     assert "--device sim" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.smoke
 def test_the_short_form_shows_the_crash_with_its_table_and_the_save_that_works(compiler: str, tmp_path: Path) -> None:
     done = demo("--short", "--device", "sim", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
@@ -82,6 +87,39 @@ def test_a_cell_that_takes_too_long_is_ended_told_and_stops_nothing(compiler: st
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert next_one.outcome == "ok"
+
+
+def test_one_rank_hides_the_collective_that_needs_a_cpu_backend_and_the_table_knows(
+    compiler: str, tmp_path: Path
+) -> None:
+    with Launcher(tmp_path, 1, "sim") as launcher:
+        result = launcher.run_one(Experiment("fsdp", "current", "train", group="hccl"))
+    assert result.expectation.failure == "no-cpu-backend"
+    assert result.outcome == "ok" and result.differences() == []
+
+
+def test_an_outcome_that_is_not_as_expected_is_named_and_the_exit_code_is_1(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(cell: Experiment) -> Expectation:
+        return replace(expected(cell), failure=None)
+
+    monkeypatch.setattr("diagkit.demo.launch.expected", wrong)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.main(parser.parse_args(["--short", "--device", "sim", "--out", str(tmp_path)])) == 1
+    told = capsys.readouterr().out
+    assert "NOT as expected:" in told
+    assert "fsdp before save, cpu:gloo,npu:hccl: expected ok, found crash: Attempted to set the storage" in told
+    assert "fsdp #6604" not in told.split("NOT as expected:")[1]
+
+
+def test_a_split_is_silent_on_torch_2_8_and_the_table_knows(compiler: str, tmp_path: Path) -> None:
+    with Launcher(tmp_path, 1, "sim") as launcher:
+        result = launcher.run_one(Experiment("veomni", "before", "save"))
+    assert result.differences() == []
+    on_2_8 = replace(result, torch=(2, 8)).differences()
+    assert on_2_8 and on_2_8[0].startswith("expected ok, found crash")
 
 
 def test_a_warm_process_that_cannot_start_gives_its_last_line(tmp_path: Path) -> None:

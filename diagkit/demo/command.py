@@ -143,6 +143,9 @@ def _text(
     else:
         parts.append(f"All {len(results)} cells did what torch {launcher.torch} must do, in {seconds:.0f} s.")
     parts.append(f"Traces and logs: {launcher.out}")
+    crash = next((result for result in results if result.outcome == "crash" and result.findings), None)
+    if crash is not None:
+        parts[-1] += f"\nLook closer: diagkit diagnose '{crash.trace}'"
     return "\n\n".join(parts)
 
 
