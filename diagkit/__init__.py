@@ -11,7 +11,7 @@ import importlib
 # Not typing's: importing that costs more than all the rest of this module, and checkers know the name anyway.
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
-    from diagkit.capture import record
+    from diagkit.capture import attach, record
     from diagkit.live import explain, inspect
     from diagkit.trace import open_trace
 
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _HOMES: dict[str, str] = {
+    "attach": "diagkit.capture",
     "explain": "diagkit.live",
     "inspect": "diagkit.live",
     "open_trace": "diagkit.trace",
@@ -28,7 +29,7 @@ _HOMES: dict[str, str] = {
 # Rooms that are part of the public face as they are, such as ``diagkit.lab``.
 _ROOMS: frozenset[str] = frozenset({"errors", "lab"})
 
-__all__ = ["__version__", "explain", "inspect", "open_trace", "record"]
+__all__ = ["__version__", "attach", "explain", "inspect", "open_trace", "record"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,7 @@
 """What runs inside a training process: standard library and the torch that is there, nothing else.
 
-`record` watches a block of code, `snapshot` looks once. Both leave the watched objects exactly as they found them.
+`record` watches a block of code, `attach` an engine's own operations, `snapshot` looks once. All leave the watched
+objects exactly as they found them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from diagkit.capture.attachment import Attachment, attach
 from diagkit.capture.begin import start
 from diagkit.capture.recorder import Recorder
 from diagkit.capture.residency import residency
 from diagkit.trace.reader import RankTrace, read_rank
 
-__all__ = ["Recorder", "record", "residency", "snapshot", "start"]
+__all__ = ["Attachment", "Recorder", "attach", "record", "residency", "snapshot", "start"]
 
 
 @contextlib.contextmanager

@@ -53,8 +53,7 @@ class Trigger:
         @functools.wraps(before)
         def __init__(made: Any, *args: Any, **kwargs: Any) -> None:
             if self._cls is not None:
-                with contextlib.suppress(Exception):
-                    callback()
+                callback()
             before(made, *args, **kwargs)
 
         self._cover = __init__
@@ -73,6 +72,7 @@ class Door:
     def __init__(self, options: Options | None, explains: bool = False) -> None:
         self.options = options
         self.watch: Watch | None = None
+        self.fault = ""  # why this process is not watched
         self._explains = explains
         self._explained: set[int] = set()  # processes that have explained a failure: a child may, too
         self._trigger: Trigger | None = None
@@ -127,7 +127,15 @@ class Door:
             return
         cls = getattr(sys.modules[_FSDP2], "FSDPParamGroup", None)
         if cls is not None:
-            self._trigger = Trigger(cls, self._begin)
+            self._trigger = Trigger(cls, self._safely_begin)
+
+    def _safely_begin(self) -> None:
+        try:
+            self._begin()
+        except Exception as error:  # a fault of ours: the job goes on, and hears of it once
+            self.fault = f"{type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):
+                warnings.warn(f"diagkit records nothing: {self.fault}. The job goes on.", RuntimeWarning, stacklevel=3)
 
     def _begin(self) -> None:
         if self._trigger is not None:
@@ -168,7 +176,7 @@ class Door:
             self._classes.append(cls)
 
     def _made(self, engine: Any) -> None:
-        self._begin()
+        self._safely_begin()
         if self.watch is not None:
             self.watch.engine(engine)
 
@@ -200,5 +208,4 @@ class Door:
         # The parent's recorder belongs to the parent.
         if self._open and self.watch is not None and "torch" in sys.modules:
             self.watch = None
-            with contextlib.suppress(Exception):
-                self._begin()
+            self._safely_begin()

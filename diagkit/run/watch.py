@@ -23,10 +23,11 @@ from torch import nn
 
 from diagkit import torch_internals as internals
 from diagkit.capture import hooks
-from diagkit.capture.attach import Attachment, attach
+from diagkit.capture.attachment import Attachment, attach
 from diagkit.capture.begin import start
-from diagkit.capture.hooks import Call, Operation
+from diagkit.capture.hooks import Call
 from diagkit.capture.meeting import run_name
+from diagkit.capture.operations import BUILD, SHARD, Operation
 from diagkit.capture.parts import outermost
 from diagkit.capture.recorder import Recorder
 from diagkit.run.engines import role_of
@@ -42,7 +43,8 @@ class Watch:
     def __init__(self, options: Options, on_failure: Told | None = None) -> None:
         self.options = options
         self.recorder: Recorder | None = None
-        self.attached: list[Attachment] = []
+        # An engine holds its attachment, and goes when the job lets it go.
+        self.attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
         self._on_failure = on_failure
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -65,7 +67,7 @@ class Watch:
             return
         if self._quiet is not None:
             self._quiet.stop()
-        for attachment in self.attached:
+        for attachment in list(self.attached):
             with contextlib.suppress(Exception):
                 attachment.detach()
         self.attached.clear()
@@ -79,11 +81,11 @@ class Watch:
         """Whether a call may bring something new."""
         if self._left_out or os.getpid() != self._pid:
             return False
-        return operation is hooks.SHARD or operation is hooks.BUILD or self._pending
+        return operation is SHARD or operation is BUILD or self._pending
 
     def before(self, call: Call) -> None:
         """Takes in what was sharded before this call, and lets the recorder hear of the call itself."""
-        if call.operation in (hooks.SHARD, hooks.BUILD) or not self._pending:
+        if call.operation in (SHARD, BUILD) or not self._pending:
             return
         with self._lock:
             self._settle(call.subject)
@@ -94,9 +96,9 @@ class Watch:
 
     def after(self, call: Call) -> None:
         """Notes what was made."""
-        if call.operation is hooks.SHARD:
+        if call.operation is SHARD:
             self._pending = True
-        elif call.operation is hooks.BUILD and isinstance(call.subject, torch.optim.Optimizer):
+        elif call.operation is BUILD and isinstance(call.subject, torch.optim.Optimizer):
             self._early.add(call.subject)
             with self._lock:
                 if self._pending:
@@ -129,7 +131,7 @@ class Watch:
             return
         label = role_of(engine)
         found = attach(engine, recorder=self.ready, label=label, operations=operations, on_failure=self._on_failure)
-        self.attached.append(found)
+        self.attached.add(found)
 
     def _start(self) -> None:
         rank, world = internals.rank_and_world()
