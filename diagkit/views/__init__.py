@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from diagkit.errors import MissingDependency
+
 if TYPE_CHECKING:
     from diagkit.views.figure import ViewFigure
     from diagkit.views.maps import before_after, residency_map
@@ -26,6 +28,12 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise MissingDependency("figures need matplotlib", remedy="pip install 'diagkit[report]'") from None
+    value = getattr(module, name)
     globals()[name] = value
     return value
