@@ -28,7 +28,6 @@ from diagkit import torch_internals as internals
 from diagkit.capture.cause import pass_through
 from diagkit.capture.operations import APPLY, BUILD, PLACES, SHARD, STEP, Operation
 
-
 __all__ = ["APPLY", "BUILD", "SHARD", "STEP", "Call", "Listener", "Operation", "add", "install", "remove", "uninstall"]
 
 
