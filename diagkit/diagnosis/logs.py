@@ -35,7 +35,8 @@ _EXCEPTION = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.){0,12}[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Failure|Warning)(?:\([\w.]+\))?)"
     r"(?:: ?(?P<text>.*))?$"
 )
-_RAY_FRAME = re.compile(r"^\s*ray::.*pid=")
+_RAY_TASK = re.compile(r"RayTaskError.*?ray::.*?pid=(?P<pid>\d+)")
+_PID = re.compile(r"pid=(\d+)")
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)")
 _ROOT_RANK = re.compile(r"^\s*rank\s*:\s*(?P<rank>\d{1,6})")
 _RANK_WORD = re.compile(r"\brank[ =:]{1,3}(?P<rank>\d{1,6})\b", re.IGNORECASE)
@@ -62,6 +63,7 @@ class LoggedError:
     message: str
     frames: list[tuple[str, int, str]] = field(default_factory=list)
     rank: int | None = None
+    pid: str = ""
 
     @property
     def echo(self) -> bool:
@@ -84,7 +86,7 @@ class LoggedError:
             for f in self.frames
             if not re.search(r"site-packages|dist-packages|/torch/|/ray/|lib/python3|<frozen", f[0])
         ]
-        file, line, function = (own or self.frames or [("", 0, "")])[-1]
+        file, line, function = (own or [("", 0, "")])[-1]
         return f"{file.rpartition('/')[2]}:{line} {function}" if file else ""
 
 
@@ -96,14 +98,15 @@ def explain_log(lines: Iterable[str]) -> Explanation | None:
         return None
     own = [e for e in errors if not e.echo] or errors
     known = [e for e in own if said(e.message)]
-    from_root = [e for e in known or own if reader.root_rank is not None and e.rank == reader.root_rank]
+    # A logger's lines carry no rank, and may tell of the first error better than the last one's traceback does.
+    from_root = [e for e in known or own if reader.root_rank is not None and e.rank in (None, reader.root_rank)]
     first = (from_root or known or own)[0]
     before = next((e for e in known if e.stream == first.stream and e.number < first.number), None)
     return by_text(
         first.failure,
         first.operation,
         rank=first.rank if first.rank is not None else reader.root_rank,
-        where=first.where,
+        where=first.where or next((e.where for e in own if e.number > first.number and e.where), ""),
         earlier=before.failure if before else None,
     )
 
@@ -117,6 +120,7 @@ class _Reader:
         self._open: dict[str, list[tuple[str, int, str]]] = {}
         self._last: dict[str, LoggedError] = {}
         self._ranks: dict[str, int] = {}
+        self._remote: dict[str, str] = {}  # stream -> pid of the worker whose traceback comes next
 
     def errors(self, lines: Iterable[str]) -> Iterator[LoggedError]:
         found: list[LoggedError] = []
@@ -128,8 +132,12 @@ class _Reader:
                 found.append(error)
         for error in found:
             if error.rank is None:
-                error.rank = self._ranks.get(error.stream)
+                error.rank = self._ranks.get(error.stream, self._rank_of(error.pid))
         return iter(found)
+
+    def _rank_of(self, pid: str) -> int | None:
+        found = (rank for who, rank in self._ranks.items() if pid and pid in _PID.findall(who))
+        return next(found, None)
 
     def _whose(self, line: str) -> tuple[str, str]:
         stream, text = "", line
@@ -168,9 +176,15 @@ class _Reader:
                 frames.append((found["file"], int(found["line"]), found["function"]))
             return None
         plain = _STAMP.sub("", text)
-        found = _EXCEPTION.match(plain if frames is None else plain.lstrip() if _RAY_FRAME.match(text) else plain)
+        if task := _RAY_TASK.search(plain):
+            # What follows is the remote traceback, without a heading, in the driver's own lines.
+            self._open[stream] = []
+            self._remote[stream] = task["pid"]
+            return None
+        found = _EXCEPTION.match(plain)
         if found and (frames or self._names_text(found["text"] or "")):
             error = LoggedError(stream, number, found["type"], found["text"] or "", frames or [])
+            error.pid = self._remote.pop(stream, "")
             self._open.pop(stream, None)
             self._last[stream] = error
             return error

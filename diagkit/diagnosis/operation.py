@@ -64,6 +64,7 @@ LIKELY: dict[str, dict[str, tuple[str, ...]]] = {
     "no_backend": {"": ("DK402",)},
     "param_dtype": {"": ("DK601",)},
     "meta": {"": ("DK104",)},
+    "mixed": {"": ("DK604",)},
     # Of all texts the one with most causes: who raised it decides. Elsewhere it is somebody's own mix-up.
     "same_device": {
         "optimizer.step": ("DK301", "DK302", "DK102", "DK103b", "DK103a"),

@@ -21,7 +21,7 @@ SIGNATURES: dict[str, re.Pattern[str]] = {
         "no_backend": r"no backend type associated with device type",
         "param_dtype": r"'FSDPParam' object has no attribute '(?:param_dtype|orig_dtype|reduce_dtype)'",
         "meta": r"meta tensor|meta device|device meta|'meta' backend|device=meta|to meta|from meta",
-        "second_backward": r"backward through the graph a second time",
+        "mixed": r"got mixed torch\.Tensor and DTensor",
     }.items()
 }
 

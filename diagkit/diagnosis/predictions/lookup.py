@@ -45,6 +45,7 @@ ERRORS: Mapping[str, str] = {
     "no_backend": "raises 'No backend type associated with device type cpu'",
     "param_dtype": "raises \"'FSDPParam' object has no attribute 'param_dtype'\", which says nothing of the cause",
     "meta": "raises, because there are no bytes on meta",
+    "mixed": "raises 'got mixed torch.Tensor and DTensor'",
     "stale": "works on old values without a word: what was written is not what is gathered",
     "no gradient": "seems to work, and no gradient reaches the optimizer's parameters",
     "nothing arrives": "seems to work, and no value arrives",

@@ -29,7 +29,7 @@ def poisoned_lazy_init(it: Subject) -> bool:
     return isinstance(it.facts, GroupFacts) and it.facts.lazy_init == "unfinished"
 
 
-@rule("DK604", kinds=(GROUP,), severity="silent", says=("second_backward",))
+@rule("DK604", kinds=(GROUP,), severity="silent", says=("mixed",))
 def aborted_backward(it: Subject) -> bool:
     """Aborted backward: gradients no longer reach the optimizer
 
@@ -37,7 +37,8 @@ def aborted_backward(it: Subject) -> bool:
     callback is queued, so no later backward queues it, and groups stay gathered in the middle of a pass. Devices are
     healthy, forward and backward passes seem to work, and the optimizer's parameters get no gradient: training goes
     on and learns nothing. Groups whose pass had not begun may deliver once more, so the first step after the
-    exception can still look alive. Meanwhile the gathered parameters pile up gradients that nobody collects.
+    exception can still look alive; on torch 2.9 the next forward may raise "got mixed torch.Tensor and DTensor", where
+    2.13 is silent. Meanwhile the gathered parameters pile up gradients that nobody collects.
 
     How to see it: The root's final callback is marked as queued, or a group is in `post_backward`, while no backward
     is running; after the next backward `p.grad is None` for the parameters that the optimizer holds. The module's own
