@@ -132,7 +132,7 @@ def _parameters(at: Residencies | None) -> str:
 def _what_happened(result: CellResult) -> str:
     record = result.first
     if result.outcome != "ok":
-        return _clipped(result.message, 46)
+        return _clipped(result.message, 48)
     words = []
     if record["exported"]:
         words.append(f"tensors on {record['exported']}")
