@@ -56,7 +56,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[DemoCell, Facts]:
     }
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def comparison(request: pytest.FixtureRequest, facts: dict[Cell, Facts]) -> Iterator[None]:
     """Leave the comparison table for the end of the run."""
     cells = [cell for release in RELEASES for cell in cells_of(release)]

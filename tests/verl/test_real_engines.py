@@ -13,7 +13,7 @@ from realengines.compare import DemoCell, Facts, KnownDifference, demo_cell, dif
 from realengines.known import KNOWN
 
 # The first test pays for all cells: two minutes on an idle machine with two cores.
-pytestmark = [pytest.mark.verl, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(3000), pytest.mark.usefixtures("comparison")]
 
 CELLS = [cell for release in RELEASES for cell in cells_of(release)]
 

@@ -1,17 +1,19 @@
-"""Run a list of cells in verl's environment: ``python -m realengines.driver --release 0.8.0 --cells FILE --out DIR``.
+"""Run a list of cells in verl's environment: ``python -m realengines.driver --cells FILE --out DIR``.
 
 One process imports verl (some seconds) and forks each cell's ranks from there, so that every operation has processes
-of its own without every process paying for the import. ``--cold`` forks first and imports in each rank, for tests
-that set verl's environment variables. Each rank writes ``OUT/CELL/rank-N.json``, rewritten at every stage: a rank
-that dies has left its last.
+of its own without every process paying for the import. ``--cold`` starts each rank afresh instead and lets it end as
+any script does, for tests that set environment variables and read what a job prints. Each rank writes
+``OUT/CELL/rank-N.json``, rewritten at every stage: a rank that dies has left its last.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -66,7 +68,7 @@ class Report:
 
 
 def run_rank(cell: Cell, rank: int, out: Path, model: Path) -> None:
-    """Do one cell's operation on one rank and report it; never raises, the report says how it ended."""
+    """Do one cell's operation on one rank and report it; what stopped the operation is reported and raised."""
     import torch
     import torch.distributed as dist
 
@@ -98,13 +100,13 @@ def run_rank(cell: Cell, rank: int, out: Path, model: Path) -> None:
         report.facts["residency"]["end"] = observe.residency(engine.module)
         report.write(outcome="ok", storages_exchanged=observe.exchanged(before, after), **extra)
     except BaseException as error:
-        traceback.print_exc()
         if engine is not None and getattr(engine, "module", None) is not None:
             report.facts["residency"]["failure"] = observe.residency(engine.module)
         report.write(outcome="error", exception=observe.failure(error, "verl"))
+        raise
 
 
-def fork_rank(cell: Cell, rank: int, out: Path, model: Path, cold: bool) -> int:
+def fork_rank(cell: Cell, rank: int, out: Path, model: Path) -> int:
     """Fork one rank, its output in a log beside its report, and return its process id."""
     pid = os.fork()
     if pid:
@@ -114,8 +116,6 @@ def fork_rank(cell: Cell, rank: int, out: Path, model: Path, cold: bool) -> int:
         log = os.open(out / cell.name / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        if cold:
-            prepare(cell.engine == "veomni")
         run_rank(cell, rank, out, model)
         status = 0
     except BaseException:
@@ -125,6 +125,13 @@ def fork_rank(cell: Cell, rank: int, out: Path, model: Path, cold: bool) -> int:
         sys.stderr.flush()
         # A failed engine must not run destructors that wait for its other ranks.
         os._exit(status)
+
+
+def start_rank(cell: Cell, rank: int, out: Path) -> int:
+    """Start one rank as a job's launcher does, and return its process id."""
+    command = [sys.executable, "-m", "realengines.driver", "--out", str(out), "--rank", str(rank)]
+    with (out / cell.name / f"rank-{rank}.log").open("w") as log:
+        return subprocess.Popen([*command, "--cell", json.dumps(cell.as_dict())], stdout=log, stderr=log).pid
 
 
 def wait(pids: list[int], seconds: float) -> bool:
@@ -143,36 +150,57 @@ def wait(pids: list[int], seconds: float) -> bool:
     return not left
 
 
+def write_model(model: Path) -> None:
+    """Write the model that the engines load, in a process of its own, so that no thread is there to be forked."""
+    pid = os.fork()
+    if not pid:
+        from realengines import verl_side
+
+        verl_side.write_model(model)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
 def main() -> int:
     """Run every cell in order; exit 0 when all were run, whatever their outcome."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cells", type=Path, required=True, help="JSON list of cells")
+    parser.add_argument("--cells", type=Path, help="JSON list of cells")
     parser.add_argument("--out", type=Path, required=True, help="folder for reports, logs and the model")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one cell")
-    parser.add_argument("--cold", action="store_true", help="import verl in each rank instead of once")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one cell")
+    parser.add_argument("--cold", action="store_true", help="start each rank afresh")
+    parser.add_argument("--rank", type=int, help="be this rank of --cell, and nothing else")
+    parser.add_argument("--cell", type=json.loads, help="JSON of one cell")
     options = parser.parse_args()
-    cells = [Cell(**fields) for fields in json.loads(options.cells.read_text())]
     out = options.out.resolve()
     model = out / "model"
-    if not options.cold:
-        prepare(any(cell.engine == "veomni" for cell in cells))
-    if not model.exists():
-        pid = os.fork()
-        if not pid:
-            from realengines import verl_side
+    if options.cell:
+        cell = Cell(**options.cell)
+        prepare(cell.engine == "veomni")
+        run_rank(cell, options.rank, out, model)
+        return 0
+    cells = [Cell(**fields) for fields in json.loads(options.cells.read_text())]
+    if options.cold:
+        from diagkit.lab.simdevice import build
 
-            verl_side.write_model(model)
-            os._exit(0)
-        os.waitpid(pid, 0)
+        build.built()  # before any rank's time runs
+    else:
+        prepare(any(cell.engine == "veomni" for cell in cells))
+        # What is there now stays, and is not copied page by page by each rank's garbage collector.
+        gc.freeze()
+    if not model.exists():
+        write_model(model)
     for cell in cells:
         folder = out / cell.name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "rendezvous").unlink(missing_ok=True)
-        start = time.monotonic()
-        finished = wait(
-            [fork_rank(cell, rank, out, model, options.cold) for rank in range(cell.ranks)], options.timeout
-        )
-        print(f"{cell.name}\t{time.monotonic() - start:.1f} s{'' if finished else chr(9) + 'TIMEOUT'}", flush=True)
+        begun = time.monotonic()
+        ranks = range(cell.ranks)
+        if options.cold:
+            pids = [start_rank(cell, rank, out) for rank in ranks]
+        else:
+            pids = [fork_rank(cell, rank, out, model) for rank in ranks]
+        finished = wait(pids, options.timeout)
+        print(f"{cell.name}\t{time.monotonic() - begun:.1f} s{'' if finished else ' TIMEOUT'}", flush=True)
     return 0
 
 

@@ -19,6 +19,19 @@ HERE = Path(__file__).resolve().parent.parent
 ROOT = HERE.parent.parent
 
 
+def variables(release_folder: Path, more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process in which one release of verl runs on the simulated npu."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(part) for part in (release_folder, HERE, ROOT)),
+        "VERL_PLATFORM": "huawei",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        **more,
+    }
+
+
 def launch(
     python: Path,
     release_folder: Path,
@@ -27,7 +40,7 @@ def launch(
     *,
     environment: Mapping[str, str] | None = None,
     cold: bool = False,
-    seconds: float = 900.0,
+    seconds: float = 1500.0,
 ) -> Reports:
     """Run cells of one release and return each cell's reports, one a rank.
 
@@ -37,16 +50,6 @@ def launch(
     out.mkdir(parents=True, exist_ok=True)
     listing = out / f"cells-from-{cells[0].name}.json"
     listing.write_text(json.dumps([cell.as_dict() for cell in cells]))
-    path = os.pathsep.join(str(part) for part in (release_folder, HERE, ROOT))
-    variables = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "VERL_PLATFORM": "huawei",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        **(environment or {}),
-    }
     command = [str(python), "-m", "realengines.driver", "--cells", str(listing), "--out", str(out)]
     log = out / listing.with_suffix(".log").name
     with log.open("w") as stream:
@@ -55,7 +58,7 @@ def launch(
             stdout=stream,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=variables,
+            env=variables(release_folder, environment or {}),
             start_new_session=True,
             cwd=out,
         )
