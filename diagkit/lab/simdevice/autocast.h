@@ -8,15 +8,15 @@
 namespace sim {
 
 // Operator (with overload) names; as CUDA's rule has it, whatever is in neither list follows its arguments.
-constexpr const char* kLower[] = {
-    "matmul", "linear", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "einsum", "linalg_vecdot", "linalg_multi_dot",
-    "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution",
-    "_convolution", "prelu", "scaled_dot_product_attention"};
-constexpr const char* kFloat32[] = {
-    "exp", "expm1", "log", "log10", "log2", "log1p", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "reciprocal", "rsqrt",
-    "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "cosine_similarity", "nll_loss", "nll_loss2d", "kl_div",
-    "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "binary_cross_entropy_with_logits", "softmax.int", "log_softmax.int",
-    "cumsum", "cumprod", "prod", "prod.dim_int", "sum", "sum.dim_IntList", "norm.Scalar"};
+constexpr const char* kLower[] = {"matmul", "linear", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr",
+    "einsum", "linalg_vecdot", "linalg_multi_dot", "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "_convolution", "prelu",
+    "scaled_dot_product_attention"};
+constexpr const char* kFloat32[] = {"exp", "expm1", "log", "log10", "log2", "log1p", "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor", "pow.Scalar", "reciprocal", "rsqrt", "softplus", "layer_norm", "native_layer_norm", "rms_norm",
+    "group_norm", "cosine_similarity", "nll_loss", "nll_loss2d", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss",
+    "mse_loss", "binary_cross_entropy_with_logits", "softmax.int", "log_softmax.int", "cumsum", "cumprod", "prod",
+    "prod.dim_int", "sum", "sum.dim_IntList", "norm.Scalar"};
 
 template <bool kLowerPrecision>
 void cast_then_call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {

@@ -37,7 +37,6 @@ class TorchFacts:
     version: str
     folder: Path
     cxx11_abi: bool
-    is_cuda_build: bool
 
     @property
     def release(self) -> tuple[int, int]:
@@ -57,7 +56,6 @@ def torch_facts() -> TorchFacts:
         version=str(torch.__version__),
         folder=Path(torch.__file__).parent,
         cxx11_abi=bool(torch._C._GLIBCXX_USE_CXX11_ABI),
-        is_cuda_build=torch.version.cuda is not None,
     )
     check_torch(facts)
     return facts

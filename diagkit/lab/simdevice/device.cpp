@@ -1,6 +1,6 @@
-// The simulated accelerator, one translation unit: loading it registers allocators, guard, hooks and kernels; the operator
-// diagkit_sim::start then hands every operator that has a CPU kernel to the host, which must wait until PyTorch's own
-// registrations are complete.
+// The simulated accelerator, one translation unit: loading it registers allocators, guard, hooks and kernels; the
+// operator diagkit_sim::start then hands every operator that has a CPU kernel to the host, which must wait until
+// PyTorch's own registrations are complete.
 #include "autocast.h"
 #include "kernels.h"
 
@@ -23,20 +23,21 @@ std::vector<torch::Library>& libraries() {
   return *kept;
 }
 
-// Operators with a kernel of their own on the CPU run exactly that kernel here. Without this most would reach it too, but
-// through composites that allocate first (twice the dispatches) or that compute differently (native_layer_norm).
+// Operators with a kernel of their own on the CPU run exactly that kernel here. Without this most would reach it too,
+// but through composites that allocate first (twice the dispatches) or that compute differently (native_layer_norm).
 bool runs_on_host(const c10::OperatorHandle& op) {
   if (op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) return false;
   if (op.operator_name().name == "aten::_foreach_copy_") return false; // copies across devices: index by index
-  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || op.operator_name().name.compare(0, 14, "aten::_foreach") == 0;
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
+         op.operator_name().name.compare(0, 14, "aten::_foreach") == 0;
 }
 
 int64_t start() {
   auto& dispatcher = c10::Dispatcher::singleton();
   if (!libraries().empty()) return 0;
 #ifdef __GLIBC__
-  // Backward runs on the device's own thread. With an arena for each thread, glibc returns its large blocks to the kernel
-  // at every free, and page faults cost a step 5 % (measured at width 512, batch 32).
+  // Backward runs on the device's own thread. With an arena for each thread, glibc returns its large blocks to the
+  // kernel at every free, and page faults cost a step 5 % (measured at width 512, batch 32).
   mallopt(M_ARENA_MAX, 1);
 #endif
   auto& kept = libraries();
@@ -77,10 +78,10 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 TORCH_LIBRARY(diagkit_sim, m) {
   m.def("start() -> int", &sim::start);
   m.def("device_count() -> int", []() -> int64_t { return sim::kDevices; });
-  m.def("set_capacity(int device, int bytes) -> ()", [](int64_t device, int64_t bytes) { sim::Ledger::get().set_capacity(device, bytes); });
+  m.def("set_capacity(int device, int bytes) -> ()",
+      [](int64_t device, int64_t bytes) { sim::Ledger::get().set_capacity(device, bytes); });
   m.def("set_deferred_copies(bool on) -> ()", [](bool on) { sim::deferring_copies = on; });
-  m.def("default_generator(int device) -> Generator?", [](int64_t device) {
-    return sim::default_generator(static_cast<c10::DeviceIndex>(device));
-  });
+  m.def("default_generator(int device) -> Generator?",
+      [](int64_t device) { return sim::default_generator(static_cast<c10::DeviceIndex>(device)); });
   m.def("pinned_bytes() -> int", []() -> int64_t { return static_cast<int64_t>(sim::PinnedRanges::get().total()); });
 }

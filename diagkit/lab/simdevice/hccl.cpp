@@ -25,9 +25,9 @@ void release_storage(void* context) {
 }
 
 at::Tensor host(const at::Tensor& t) {
-  TORCH_CHECK(
-      t.device().type() == c10::DeviceType::PrivateUse1, "hccl (simulated) takes tensors of the accelerator only, got one on ",
-      t.device(), ": move it to the device, or give the process group a backend for its device, such as cpu:gloo,npu:hccl");
+  TORCH_CHECK(t.device().type() == c10::DeviceType::PrivateUse1,
+      "hccl (simulated) takes tensors of the accelerator only, got one on ", t.device(),
+      ": move it to the device, or give the process group a backend for its device, such as cpu:gloo,npu:hccl");
   TORCH_CHECK(t.layout() == at::kStrided, "hccl (simulated) takes dense tensors only");
   // The view holds the device storage: gloo may still be reading when the caller drops its tensor.
   auto* impl = t.storage().unsafeGetStorageImpl();
@@ -35,7 +35,8 @@ at::Tensor host(const at::Tensor& t) {
   c10::DataPtr data(impl->mutable_data(), impl, &release_storage, c10::Device(c10::kCPU));
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), impl->nbytes(), std::move(data), nullptr, /*resizable=*/false));
-  auto view = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+  auto view = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
   view.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
   return view;
 }
@@ -57,7 +58,8 @@ std::vector<Tensors> host(const std::vector<Tensors>& lists) {
 // Several works under one handle: what a coalesced group returns; without parts, a work that is already done.
 class Together final : public Work {
  public:
-  explicit Together(std::vector<WorkPtr> parts, Tensors results = {}) : parts_(std::move(parts)), results_(std::move(results)) {}
+  explicit Together(std::vector<WorkPtr> parts, Tensors results = {})
+      : parts_(std::move(parts)), results_(std::move(results)) {}
   bool isCompleted() override {
     for (auto& part : parts_) {
       if (!part->isCompleted()) return false;
@@ -139,12 +141,14 @@ class Hccl final : public Backend {
     auto in = host(input);
     return kept(gloo_->_allgather_base(out, in, opts));
   }
-  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+  WorkPtr allgather_coalesced(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     auto out = host(outputs);
     auto in = host(inputs);
     return kept(gloo_->allgather_coalesced(out, in, opts));
   }
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     auto out = host(outputs);
     auto in = host(inputs);
     return kept(gloo_->allgather_into_tensor_coalesced(out, in, opts));
@@ -159,7 +163,8 @@ class Hccl final : public Backend {
     auto in = host(inputs);
     return kept(gloo_->scatter(out, in, opts));
   }
-  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& opts) override {
+  WorkPtr reduce_scatter(
+      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& opts) override {
     auto out = host(outputs);
     auto in = host(inputs);
     c10d::ReduceScatterOptions plain = opts;
@@ -174,16 +179,16 @@ class Hccl final : public Backend {
     const auto scale = before(in, plain.reduceOp, /*own=*/true);
     return after(gloo_->_reduce_scatter_base(out, in[0], plain), {out}, scale, {output});
   }
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
     auto out = host(outputs);
     auto in = host(inputs);
     c10d::ReduceScatterOptions plain = opts;
     const auto scale = before(in, plain.reduceOp, /*own=*/true);
     return after(gloo_->reduce_scatter_tensor_coalesced(out, in, plain), out, scale, outputs);
   }
-  WorkPtr alltoall_base(
-      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
-      const c10d::AllToAllOptions& opts) override {
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+      std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override {
     auto out = host(output);
     auto in = host(input);
     return kept(gloo_->alltoall_base(out, in, output_splits, input_splits, opts));
@@ -270,6 +275,6 @@ class Hccl final : public Backend {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   pybind11::module_::import("torch.distributed"); // defines the Python type of c10d::Backend that ours derives from
-  pybind11::class_<Hccl, Backend, c10::intrusive_ptr<Hccl>>(m, "Hccl")
-      .def(pybind11::init<c10::intrusive_ptr<Backend>>(), pybind11::arg("gloo"));
+  pybind11::class_<Hccl, Backend, c10::intrusive_ptr<Hccl>>(m, "Hccl").def(
+      pybind11::init<c10::intrusive_ptr<Backend>>(), pybind11::arg("gloo"));
 }

@@ -26,7 +26,8 @@ struct Generator final : c10::GeneratorImpl {
     return seed_;
   }
   void set_state(const c10::TensorImpl& state) override {
-    TORCH_CHECK(state.numel() == 16 && state.dtype() == at::kByte, "RNG state must be a ByteTensor of 16 bytes (seed and offset), got ", state.numel());
+    TORCH_CHECK(state.numel() == 16 && state.dtype() == at::kByte,
+        "a random state of the simulated accelerator is 16 bytes (seed and offset), got ", state.numel());
     const auto* words = static_cast<const uint64_t*>(state.data());
     seed_ = words[0];
     offset_ = words[1];
@@ -75,7 +76,7 @@ inline const at::Generator& default_generator(c10::DeviceIndex index) {
 }
 
 inline void resize_storage(c10::StorageImpl* storage, size_t bytes) {
-  TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
+  TORCH_CHECK(storage->resizable(), "this storage cannot be resized");
   const int device = storage->device().index();
   c10::DataPtr fresh = device_bytes(bytes, device);
   const size_t kept = std::min(bytes, storage->nbytes());
@@ -100,7 +101,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     setCurrentDevice(i);
     return before;
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex i) const override { return i < 0 ? current_device() : exchangeDevice(i); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex i) const override {
+    return i < 0 ? current_device() : exchangeDevice(i);
+  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex i) const override { return default_generator(i); }
   at::Generator getNewGenerator(c10::DeviceIndex i) const override {
     return at::make_generator<Generator>(i < 0 ? current_device() : i);

@@ -1,8 +1,9 @@
 // How an operator runs on the simulated accelerator: the CPU's own kernel on host views of the device's memory.
 //
-// Going in, every device tensor is replaced by a host tensor over the same bytes. Coming out, a result that is an argument
-// becomes that argument again, a result that aliases an argument becomes a view of it, and a new result is adopted: the
-// device takes the bytes over. Nothing is copied, so values equal the CPU's bit for bit wherever the kernel is the same.
+// Going in, every device tensor is replaced by a host tensor over the same bytes. Coming out, a result that is an
+// argument becomes that argument again, a result that aliases an argument becomes a view of it, and a new result is
+// adopted: the device takes the bytes over. Nothing is copied, so values equal the CPU's bit for bit wherever the
+// kernel is the same.
 #pragma once
 
 #include "hooks.h"
@@ -13,7 +14,9 @@
 
 namespace sim {
 
-inline bool on_device(const at::Tensor& t) { return t.defined() && t.device().type() == kType; }
+inline bool on_device(const at::Tensor& t) {
+  return t.defined() && t.device().type() == kType;
+}
 
 inline void release_storage(void* context) {
   c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(context));
@@ -24,8 +27,8 @@ inline c10::Storage host_storage(const c10::Storage& device) {
   auto* impl = device.unsafeGetStorageImpl();
   c10::raw::intrusive_ptr::incref(impl);
   c10::DataPtr data(impl->mutable_data(), impl, &release_storage, c10::Device(c10::kCPU));
-  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), impl->nbytes(), std::move(data), c10::GetCPUAllocator(), /*resizable=*/true));
+  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), impl->nbytes(),
+      std::move(data), c10::GetCPUAllocator(), /*resizable=*/true));
 }
 
 inline at::Tensor tensor_like(const at::Tensor& like, c10::Storage storage, c10::DispatchKey key) {
@@ -43,8 +46,8 @@ inline at::Tensor host_view(const at::Tensor& t) {
 }
 
 inline at::Tensor adopt(const at::Tensor& host, int device) {
-  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), host.storage().nbytes(), adopt_bytes(host.storage(), device), &device_allocator(), true));
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
+      host.storage().nbytes(), adopt_bytes(host.storage(), device), &device_allocator(), true));
   return tensor_like(host, std::move(storage), c10::DispatchKey::PrivateUse1);
 }
 
@@ -90,9 +93,8 @@ class HostCall {
   bool mixed() const { return device_ && other_; }
   int device() const { return device_ && device_->index() >= 0 ? device_->index() : current_device(); }
   void require_one_device(const c10::OperatorHandle& op) const {
-    TORCH_CHECK(
-        !mixed(), "Expected all tensors to be on the same device, but found at least two devices, ", *device_, " and ", *other_,
-        "! (when running ", op.operator_name().name, " on the simulated accelerator)");
+    TORCH_CHECK(!mixed(), "Expected all tensors to be on the same device, but found at least two devices, ", *device_,
+        " and ", *other_, "! (when running ", op.operator_name().name, " on the simulated accelerator)");
   }
   // Arguments that the kernel resized or moved to new memory: the device tensor follows.
   void settle() {
@@ -118,7 +120,8 @@ class HostCall {
       if (m.host.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return m.device;
     }
     for (auto& m : moved_) {
-      if (m.host.storage().is_alias_of(t.storage())) return tensor_like(t, m.device.storage(), c10::DispatchKey::PrivateUse1);
+      if (m.host.storage().is_alias_of(t.storage()))
+        return tensor_like(t, m.device.storage(), c10::DispatchKey::PrivateUse1);
     }
     for (auto& [host, device] : adopted_) { // two results over one storage stay two views of one storage
       if (host.is_alias_of(t.storage())) return tensor_like(t, device, c10::DispatchKey::PrivateUse1);
@@ -145,7 +148,8 @@ class HostCall {
 // lending the CPU's default generator that state for the time of the call.
 class LentGenerator {
  public:
-  explicit LentGenerator(const at::Generator& device) : next_(at::check_generator<Generator>(device)->next_host_generator()) {}
+  explicit LentGenerator(const at::Generator& device)
+      : next_(at::check_generator<Generator>(device)->next_host_generator()) {}
   const at::Generator& generator() const { return next_; }
   void lend() {
     auto* cpu = at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
@@ -175,7 +179,8 @@ inline void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   HostCall call;
   std::optional<at::Generator> chosen;
   int64_t generator_slot = -1;
-  const torch::jit::Stack original = per_index ? torch::jit::Stack(stack->begin() + first, stack->end()) : torch::jit::Stack();
+  const torch::jit::Stack original = per_index ? torch::jit::Stack(stack->begin() + first, stack->end())
+                                               : torch::jit::Stack();
 
   for (size_t i = 0; i < arguments.size(); ++i) {
     c10::IValue& value = (*stack)[first + i];
@@ -206,7 +211,8 @@ inline void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   if (per_index && call.mixed()) {
     // Lists over several devices: PyTorch's own loop takes them one index at a time, and each index is checked then.
     std::copy(original.begin(), original.end(), stack->begin() + first);
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::VE), stack); // a backend without kernels: the composite one
+    op.redispatchBoxed(
+        c10::DispatchKeySet(c10::DispatchKey::VE), stack); // a backend without kernels: the composite one
     return;
   }
   call.require_one_device(op);

@@ -1,4 +1,4 @@
-// Operators that cannot be the CPU's kernel on host views: making tensors, copying between devices, exchanging storages.
+// Operators that cannot be the CPU's kernel on host views: making tensors, copying across devices, exchanging storages.
 #pragma once
 
 #include "host_views.h"
@@ -17,44 +17,44 @@ namespace sim {
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-inline at::Tensor empty(
-    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
-    std::optional<bool> pin_memory, std::optional<at::MemoryFormat> format) {
-  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
+inline at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device> device, std::optional<bool> pin_memory, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pin_memory.value_or(false), "pin_memory is for CPU tensors, not for the simulated accelerator's");
   c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(size, &device_allocator(), kKeys, c10::dtype_or_default(dtype), format);
 }
 
-inline at::Tensor empty_strided(
-    at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-    std::optional<at::Device> device, std::optional<bool> pin_memory) {
-  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
+inline at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool> pin_memory) {
+  TORCH_CHECK(!pin_memory.value_or(false), "pin_memory is for CPU tensors, not for the simulated accelerator's");
   c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(size, stride, &device_allocator(), kKeys, c10::dtype_or_default(dtype));
 }
 
 // A zero with a shape and no memory: autograd makes them for gradients that are known to vanish.
-inline at::Tensor efficient_zero(
-    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
-    std::optional<bool>) {
+inline at::Tensor efficient_zero(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device> device, std::optional<bool>) {
   const c10::Device where = Guard::real(device.value_or(c10::Device(kType)));
   const auto type = c10::scalarTypeToTypeMeta(c10::dtype_or_default(dtype));
   const size_t bytes = at::detail::computeStorageNbytesContiguous(size, type.itemsize());
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, where), &device_allocator(), true));
-  auto zero = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), kKeys.add(c10::DispatchKey::ZeroTensor), type);
+  auto zero = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), kKeys.add(c10::DispatchKey::ZeroTensor), type);
   zero.unsafeGetTensorImpl()->set_sizes_contiguous(size);
   return zero;
 }
 
 inline at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   if (self.is_same(src)) return self;
-  TORCH_CHECK(!self._is_zerotensor(), "ZeroTensors are immutable. Please materialize the tensor using `.clone()`, if you want a mutable zero tensor.");
+  TORCH_CHECK(!self._is_zerotensor(),
+      "this tensor is a zero without memory (simulated accelerator) and cannot be written to: clone it first");
   if (src._is_zerotensor()) return self.zero_(); // such a gradient has a shape and no memory
   at::AutoDispatchBelowADInplaceOrView below;
   const c10::Stream stream = stream_now(on_device(src) ? src.device() : self.device());
   auto& queue = CopyQueue::get();
-  if (deferring_copies && non_blocking && self.is_cpu() && on_device(src) && PinnedRanges::get().holds(self.storage().data())) {
+  if (deferring_copies && non_blocking && self.is_cpu() && on_device(src) &&
+      PinnedRanges::get().holds(self.storage().data())) {
     // The bytes as they are now: work enqueued later must not change what this copy delivers.
     queue.add(self, at::empty(self.sizes(), host_view(src).options()).copy_(host_view(src)), stream);
     return self;
@@ -84,7 +84,8 @@ inline at::Scalar local_scalar_dense(const at::Tensor& self) {
 
 inline void grow(const at::Tensor& self) {
   if (self.numel() == 0) return;
-  const size_t needed = at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.dtype().itemsize(), self.storage_offset());
+  const size_t needed = at::detail::computeStorageNbytes(
+      self.sizes(), self.strides(), self.dtype().itemsize(), self.storage_offset());
   auto* storage = self.storage().unsafeGetStorageImpl();
   if (needed > storage->nbytes()) resize_storage(storage, needed);
 }
@@ -98,7 +99,8 @@ inline const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, s
   return self;
 }
 
-inline at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+inline at::Tensor& set_storage(
+    at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
   at::native::checkSetStorage<int64_t>(self, std::move(source), offset, size, stride, /*check_offset_in_bounds=*/false);
   auto* impl = self.unsafeGetTensorImpl();
   if (stride.data() == nullptr) {
@@ -117,7 +119,9 @@ inline at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
 }
 
 inline at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
-  return self.is_same(source) ? self : set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+  return self.is_same(source)
+             ? self
+             : set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
 inline at::Tensor& set_empty(at::Tensor& self) {
@@ -132,62 +136,68 @@ inline bool compatible_shallow_copy(const at::Tensor& self, const at::Tensor& fr
   return self.layout() == at::kStrided && from.layout() == at::kStrided;
 }
 
-inline int64_t choose_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask, double dropout, bool causal,
-    std::optional<double> scale, bool gqa) {
+inline int64_t choose_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale, bool gqa) {
   constexpr int64_t kMath = 0, kFlash = 1, kOverrideable = 4;
   const std::optional<at::Tensor> host_mask = mask ? std::optional<at::Tensor>(host_view(*mask)) : std::nullopt;
-  const int64_t cpu = at::_fused_sdp_choice(host_view(q), host_view(k), host_view(v), host_mask, dropout, causal, scale, gqa);
+  const int64_t cpu = at::_fused_sdp_choice(
+      host_view(q), host_view(k), host_view(v), host_mask, dropout, causal, scale, gqa);
   return cpu == kFlash && !(mask && mask->requires_grad()) ? kOverrideable : kMath;
 }
 
 // The CPU's flash attention under the operator that PyTorch keeps for other devices.
-inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor> attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& bias, double dropout, bool causal,
-    bool, std::optional<double> scale) {
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor,
+    at::Tensor>
+attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& bias,
+    double dropout, bool causal, bool, std::optional<double> scale) {
   at::AutoDispatchBelowADInplaceOrView below;
   const int device = q.device().index();
-  const std::optional<at::Tensor> mask = bias && bias->defined() ? std::optional<at::Tensor>(host_view(*bias)) : std::nullopt;
-  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(host_view(q), host_view(k), host_view(v), dropout, causal, mask, scale);
+  const std::optional<at::Tensor> mask = bias && bias->defined() ? std::optional<at::Tensor>(host_view(*bias))
+                                                                 : std::nullopt;
+  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
+      host_view(q), host_view(k), host_view(v), dropout, causal, mask, scale);
   const auto none = [&] { return at::detail::empty_generic({0}, &device_allocator(), kKeys, at::kLong, std::nullopt); };
   return {adopt(out, device), adopt(lse, device), none(), none(), q.size(2), k.size(2), none(), none(), none()};
 }
 
-inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
-    const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& bias, std::array<bool, 4>,
-    const at::Tensor& out, const at::Tensor& lse, const at::Tensor&, const at::Tensor&, int64_t, int64_t, double dropout, bool causal,
-    const at::Tensor&, const at::Tensor&, std::optional<double> scale) {
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tensor& grad,
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& bias, std::array<bool, 4>,
+    const at::Tensor& out, const at::Tensor& lse, const at::Tensor&, const at::Tensor&, int64_t, int64_t,
+    double dropout, bool causal, const at::Tensor&, const at::Tensor&, std::optional<double> scale) {
   at::AutoDispatchBelowADInplaceOrView below;
   const int device = q.device().index();
-  const std::optional<at::Tensor> mask = bias.defined() && bias.numel() ? std::optional<at::Tensor>(host_view(bias)) : std::nullopt;
-  auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      host_view(grad), host_view(q), host_view(k), host_view(v), host_view(out), host_view(lse), dropout, causal, mask, scale);
+  const std::optional<at::Tensor> mask = bias.defined() && bias.numel() ? std::optional<at::Tensor>(host_view(bias))
+                                                                        : std::nullopt;
+  auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(host_view(grad), host_view(q),
+      host_view(k), host_view(v), host_view(out), host_view(lse), dropout, causal, mask, scale);
   return {adopt(gq, device), adopt(gk, device), adopt(gv, device), at::Tensor()};
 }
 
-inline at::Tensor convolution(
-    const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b, at::IntArrayRef stride, at::IntArrayRef padding,
-    at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups) {
+inline at::Tensor convolution(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b,
+    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+    at::IntArrayRef output_padding, int64_t groups) {
   at::AutoDispatchBelowADInplaceOrView below;
   const std::optional<at::Tensor> bias = b && b->defined() ? std::optional<at::Tensor>(host_view(*b)) : std::nullopt;
   return adopt(
-      at::convolution(host_view(x), host_view(w), bias, stride, padding, dilation, transposed, output_padding, groups).contiguous(),
+      at::convolution(host_view(x), host_view(w), bias, stride, padding, dilation, transposed, output_padding, groups)
+          .contiguous(),
       x.device().index());
 }
 
-inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
-    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, at::IntArrayRef stride, at::IntArrayRef padding,
-    at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> wanted) {
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& grad, const at::Tensor& x,
+    const at::Tensor& w, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+    at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> wanted) {
   at::AutoDispatchBelowADInplaceOrView below;
   const int device = x.device().index();
   const int64_t channels = grad.size(1);
-  auto [gx, gw, gb] = at::convolution_backward(
-      host_view(grad), host_view(x), host_view(w), at::IntArrayRef(channels), stride, padding, dilation, transposed, output_padding, groups, wanted);
+  auto [gx, gw, gb] = at::convolution_backward(host_view(grad), host_view(x), host_view(w), at::IntArrayRef(channels),
+      stride, padding, dilation, transposed, output_padding, groups, wanted);
   const auto take = [&](const at::Tensor& t) { return t.defined() ? adopt(t.contiguous(), device) : t; };
   return {take(gx), take(gw), take(gb)};
 }
 
-// Freed memory is not handed out again while a copy is under way here, so there is nothing to remember; FSDP1 asks for it.
+// Freed memory is not handed out again while a copy is under way here, so there is nothing to remember; FSDP1 asks for
+// it.
 inline void record_stream(at::Tensor&, at::Stream) {}
 
 inline void register_kernels(torch::Library& m) {

@@ -28,7 +28,8 @@ inline c10::DeviceIndex& current_device() {
 }
 
 inline void check_index(int64_t index) {
-  TORCH_CHECK(index >= 0 && index < kDevices, "invalid device ordinal ", index, ": the simulated accelerator has ", kDevices, " devices");
+  TORCH_CHECK(index >= 0 && index < kDevices, "invalid device ordinal ", index, ": the simulated accelerator has ",
+      kDevices, " devices");
 }
 
 inline std::string readable(size_t bytes) {
@@ -49,9 +50,11 @@ class Ledger {
     const size_t used = s.allocated_bytes[kAll].current;
     if (capacity_[device] != 0 && used + bytes > capacity_[device]) {
       ++s.num_ooms;
-      TORCH_CHECK_WITH(
-          OutOfMemoryError, false, "NPU out of memory (simulated). Tried to allocate ", readable(bytes), ". NPU ", device,
-          " has a total capacity of ", readable(capacity_[device]), " of which ", readable(capacity_[device] - used), " is free.");
+      std::string name = c10::get_privateuse1_backend();
+      for (auto& letter : name) letter = static_cast<char>(std::toupper(letter));
+      TORCH_CHECK_WITH(OutOfMemoryError, false, name, " out of memory (simulated): ", readable(bytes),
+          " asked for on device ", device, ", where ", readable(capacity_[device] - used), " of ",
+          readable(capacity_[device]), " are free");
     }
     s.allocation[kAll].increase(1);
     s.active[kAll].increase(1);
@@ -83,7 +86,8 @@ class Ledger {
   void reset(int device, bool peak) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto& s = stats_[device];
-    for (auto* stat : {&s.allocation, &s.active, &s.allocated_bytes, &s.active_bytes, &s.reserved_bytes, &s.requested_bytes}) {
+    for (auto* stat :
+        {&s.allocation, &s.active, &s.allocated_bytes, &s.active_bytes, &s.reserved_bytes, &s.requested_bytes}) {
       peak ? (*stat)[kAll].reset_peak() : (*stat)[kAll].reset_accumulated();
     }
     if (!peak) s.num_ooms = s.num_device_alloc = s.num_device_free = 0;
@@ -141,7 +145,9 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex i) override { return Ledger::get().stats(i); }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex i) override {
+    return Ledger::get().stats(i);
+  }
   void resetAccumulatedStats(c10::DeviceIndex i) override { Ledger::get().reset(i, false); }
   void resetPeakStats(c10::DeviceIndex i) override { Ledger::get().reset(i, true); }
   // Not marked override: torch 2.9 does not know it yet.

@@ -58,7 +58,8 @@ class CopyQueue {
     return any;
   }
   bool complete_stream(const c10::Stream& stream, uint64_t up_to = UINT64_MAX) {
-    return complete([&](const PendingCopy& copy) { return on(copy, stream.device_index(), stream.id()) && copy.ticket <= up_to; });
+    return complete(
+        [&](const PendingCopy& copy) { return on(copy, stream.device_index(), stream.id()) && copy.ticket <= up_to; });
   }
   bool complete_device(c10::DeviceIndex device) {
     return complete([&](const PendingCopy& copy) { return copy.device == device; });
@@ -120,7 +121,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
 
-  c10::Stream getStream(c10::Device d) const override { return stream_of(real(d).index(), current_stream(real(d).index())); }
+  c10::Stream getStream(c10::Device d) const override {
+    return stream_of(real(d).index(), current_stream(real(d).index()));
+  }
   c10::Stream getDefaultStream(c10::Device d) const override { return stream_of(real(d).index(), 0); }
   c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return new_stream(d); }
   c10::Stream getNewStream(c10::Device d, int) const override { return new_stream(d); }
@@ -138,7 +141,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event();
-    *static_cast<Event*>(*event) = {s.device_index(), s.id(), CopyQueue::get().ticket(), std::chrono::steady_clock::now()};
+    *static_cast<Event*>(*event) = {
+        s.device_index(), s.id(), CopyQueue::get().ticket(), std::chrono::steady_clock::now()};
   }
   void block(void* event, const c10::Stream& s) const override {
     if (event == nullptr) return;
@@ -150,8 +154,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) finish(event);
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
-    TORCH_CHECK(from != nullptr && to != nullptr, "Both events must be recorded before calculating elapsed time.");
-    return std::chrono::duration<double, std::milli>(static_cast<Event*>(to)->when - static_cast<Event*>(from)->when).count();
+    TORCH_CHECK(from != nullptr && to != nullptr, "the time between two events exists once both are recorded");
+    return std::chrono::duration<double, std::milli>(static_cast<Event*>(to)->when - static_cast<Event*>(from)->when)
+        .count();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
 
