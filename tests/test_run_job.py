@@ -48,11 +48,11 @@ def run(folder: pathlib.Path, script: str, *words: str, recorded: bool, launcher
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = [*torchrun, "-m", "diagkit", *ours, *job]
-        one = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+        one = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
         codes, out, err = [one.returncode], one.stdout, one.stderr
     else:
         start, args = (ROOT / "diagkit" / "__main__.py", ours) if recorded else (plain, [str(JOBS / script)])
-        ranks = run_ranks(start, 2, args=[*args, *job], check=False, timeout=240)
+        ranks = run_ranks(start, 2, args=[*args, *job], check=False, timeout=150)
         codes, out, err = [r.rc for r in ranks], "".join(r.stdout for r in ranks), "".join(r.stderr for r in ranks)
     checkpoints = {at.parent.name: load(at.parent) for at in sorted(folder.glob("saved*/.metadata"))}
     trace = open_trace(folder / "runs") if (folder / "runs").exists() else None

@@ -184,7 +184,7 @@ class Recorder:
 
     def _standstill(self, seconds: float, frame: FrameType | None) -> None:
         cause = from_stack("", (), "", self._base(), frame) if frame is not None else Cause("")
-        self._writer.standstill(seconds, str(cause), self._now())
+        self._writer.standstill(seconds, str(cause).removesuffix(" -> "), self._now())
 
     def close(self, reason: str = "closed") -> None:
         """Ends the recording: patches out, a last snapshot, the trace closed. A second time is harmless."""

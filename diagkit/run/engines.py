@@ -9,6 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 
+#: Engines whose constructor is running, the innermost last.
+making: list[Any] = []
+
+
 def role_of(engine: object) -> str:
     """``"critic"``, ``"ref"`` or ``"actor"`` of an RL engine, as far as it says so itself; else its class's name."""
     config = getattr(engine, "engine_config", None)
@@ -71,7 +75,11 @@ class EngineClass:
         watch = self
 
         def __init__(engine: Any, *args: Any, **kwargs: Any) -> None:
-            before(engine, *args, **kwargs)
+            making.append(engine)
+            try:
+                before(engine, *args, **kwargs)
+            finally:
+                making.pop()
             if watch.awake:
                 with contextlib.suppress(Exception):
                     watch._made(engine)

@@ -30,7 +30,7 @@ from diagkit.capture.meeting import run_name
 from diagkit.capture.operations import BUILD, SHARD, Operation
 from diagkit.capture.parts import outermost
 from diagkit.capture.recorder import Recorder
-from diagkit.run.engines import role_of
+from diagkit.run.engines import making, role_of
 from diagkit.run.options import Options
 from diagkit.run.quiet import QuietWatch
 
@@ -188,6 +188,8 @@ class Watch:
     def _label(self, root: nn.Module) -> str:
         """What the job calls a model: the role of the engine that is making it, or its variable's name."""
         working = next((a.label for a in self.attached if a.working), "")
+        if making and not working:
+            working = role_of(making[-1])
         return working or _name_of(root) or "model"
 
 
