@@ -218,7 +218,7 @@ def _panel_heads(scene: Scene, panels: Sequence[Panel], y: float) -> float:
         if panel.own:
             at += 15
             scene.add(Text(panel.left, at, shorten(panel.own, panel.width, 11), 11, palette.MUTED, tip=panel.own))
-        for part in wrap(words.panel_verdict(panel.verdict), panel.width, 12, 3):
+        for part in wrap(words.panel_verdict(panel.verdict), panel.width, 12, 4):
             at += 17
             scene.add(Text(panel.left, at, part, 12, colour, tip=panel.verdict.sentence))
         bottom = max(bottom, at)

@@ -51,8 +51,9 @@ def paint_axes(scene: Scene, axes: Axes) -> None:
 def svg(scene: Scene) -> str:
     """An SVG element that needs nothing else: it scales with the page, and a screen reader reads its title."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(scene.width)} {_n(scene.height)}" role="img" '
-        f'aria-label="{_attribute(scene.title)}" style="width:100%;max-width:{_n(scene.width)}px;height:auto;'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(scene.width)} {_n(scene.height)}" '
+        f'width="{_n(scene.width)}" height="{_n(scene.height)}" role="img" '
+        f'aria-label="{_attribute(scene.title)}" style="max-width:100%;height:auto;'
         f"font-family:'{FONT}',Verdana,sans-serif\">",
         f'<rect width="{_n(scene.width)}" height="{_n(scene.height)}" rx="6" fill="{palette.GROUND}"/>',
     ]

@@ -60,12 +60,12 @@ def judge(story: Story) -> Verdict:
     raised = _raised(failure.moment.failure) if failure and failure.moment.failure else ""
     if lasting is not None:
         return _split(story, lasting, raised)
-    count = _count(story)
     if failure is not None:
         where = failure.phase.name or "the run"
         short = f"{where} fails, with metadata and bytes together"
-        return Verdict(f"{_capital(where)} fails while metadata and bytes of all {count} agree", raised, short, False)
-    title, short = _healthy(story, count)
+        title = f"{_capital(where)} fails while metadata and bytes of {_all(story)} agree"
+        return Verdict(title, raised, short, False)
+    title, short = _healthy(story)
     sentence = "No split and no failure."
     if runs:
         where = _listed(list(dict.fromkeys(clean(columns[run.start].phase.name) or "a block" for run in runs)))
@@ -101,8 +101,7 @@ def _split(story: Story, run: Run, raised: str) -> Verdict:
     phase = clean(first.phase.name) or "the run"
     call = clean(first.moment.label if first.moment.cause is None else _call(first))
     noun = _noun(story)
-    whole = 1 < worst.splits == _number(story)
-    many = f"all {worst.splits:,} {noun}" if whole else f"{worst.splits:,} {noun}"
+    many = _all(story) if worst.splits == _number(story) else f"{worst.splits:,} {noun}"
     pair = next((c for history in story.histories for c in (story.cells[n] for n in history) if c and c.split), None)
     places = f": metadata says {pair.metadata}, the bytes are on {pair.storage}" if pair else ""
     return Verdict(
@@ -113,7 +112,7 @@ def _split(story: Story, run: Run, raised: str) -> Verdict:
     )
 
 
-def _healthy(story: Story, count: str) -> tuple[str, str]:
+def _healthy(story: Story) -> tuple[str, str]:
     path: list[str] = []
     pinned = True
     for c in range(len(story.columns)):
@@ -133,10 +132,10 @@ def _healthy(story: Story, count: str) -> tuple[str, str]:
     if len(path) <= 1:
         place = f"on {path[0] if path else 'no device'}{', pinned' if pinned and path else ''}"
         comma = "," if pinned and through else ""
-        stay = f"{count} stays" if _number(story) == 1 else f"all {count} stay"
+        stay = f"{_all(story)} {'stays' if _number(story) == 1 else 'stay'}"
         return f"{_capital(stay)} {place}{comma}{through}", f"{stay} {place}"
     journey = " → ".join(path[:5]) + (" → …" if len(path) > 5 else "")
-    of = count if _number(story) == 1 else f"all {count}"
+    of = _all(story)
     return f"Metadata and bytes of {of} move together{through}: {journey}", f"{of} in one piece: {journey}"
 
 
@@ -175,8 +174,10 @@ def _noun(story: Story) -> str:
     return noun if _number(story) == 1 else f"{noun}s"
 
 
-def _count(story: Story) -> str:
-    return f"{_number(story):,} {_noun(story)}"
+def _all(story: Story) -> str:
+    """``"1 parameter"``, ``"both parameters"``, ``"all 21 parameters"``."""
+    number = _number(story)
+    return f"both {_noun(story)}" if number == 2 else f"{'all ' if number > 2 else ''}{number:,} {_noun(story)}"
 
 
 def _listed(names: list[str]) -> str:
