@@ -6,22 +6,24 @@ A comment ``here: NAME`` stands on the line that each trace must name as the cul
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import linecache
 import pathlib
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 
 import torch
 from recorder_far_away import FSDPEngine
-from recorder_world import begin, device, end, sharded
+from recorder_world import begin, device, end, sharded, train_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import diagkit as dk
-from diagkit.capture import Recorder
+from diagkit.capture import Recorder, start
 from diagkit.lab.models import DecoderConfig, TinyDecoder
 
 Scenario = Callable[[nn.Module, Recorder], object]
@@ -261,10 +263,37 @@ def changed_models(folder: pathlib.Path) -> dict[str, object]:
     return told
 
 
+def gone(folder: pathlib.Path) -> dict[str, list[bool]]:
+    """Whether model, FSDP2's records, a parameter's bytes and optimizer are gone once the job lets go of them: in a
+    bare run, while it is recorded, and afterwards."""
+    told: dict[str, list[bool]] = {}
+    for way in ("bare", "during", "after"):
+        model = sharded(seed=4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        recorder = None if way == "bare" else start(model, optimizer, out=folder / f"gone_{way}", detail="full")
+        with recorder.phase("train") if recorder else contextlib.nullcontext():
+            train_step(model, optimizer)
+            get_model_state_dict(model)
+        model.to("npu")
+        model.cpu()
+        if recorder and way == "after":
+            recorder.close()
+        [group] = model._get_fsdp_state()._fsdp_param_groups
+        parameter = group.fsdp_params[0]
+        storage = parameter.sharded_param._local_tensor.untyped_storage()
+        refs = [weakref.ref(thing) for thing in (model, group, parameter, parameter.sharded_param, storage, optimizer)]
+        del model, optimizer, group, parameter, storage
+        gc.collect()
+        told[way] = [ref() is None for ref in refs]
+        if recorder:
+            recorder.close()
+    return told
+
+
 def main(folder_name: str) -> None:
     begin()
     folder = pathlib.Path(folder_name)
-    told: dict[str, object] = {}
+    told: dict[str, object] = {"gone": gone(folder)}
     for name, body in SCENARIOS.items():
         model = sharded()
         with dk.record(model, out=folder / name) as rec:

@@ -218,6 +218,73 @@ def test_after_closing_nothing_is_recorded_and_nothing_put_in() -> None:
     assert recorder.lines == lines
 
 
+def test_the_caller_is_named_and_not_the_wrapper_or_override_in_between() -> None:
+    class Own(nn.Linear):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            return super()._apply(fn, recurse)
+
+    model = Own(2, 2)
+    original = vars(nn.Module)["_apply"]
+    first = memory(model)
+    nn.Module._apply = tagged(vars(nn.Module)["_apply"], wraps=True)  # type: ignore[method-assign]
+    try:
+        first.close()
+        recorder = memory(model)
+        model.double()
+        trace = trace_of(recorder)
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+        hooks.uninstall()
+    [moved] = list(trace.transitions())
+    assert moved.cause is not None and moved.cause.frame is not None
+    assert moved.cause.frame.code == "model.double()"
+    assert moved.cause.chain[-1] == "Module.double"
+
+
+def test_a_part_of_torch_that_is_imported_inside_a_phase_is_observed_there() -> None:
+    code = """
+import json, sys, tempfile
+import torch
+import diagkit as dk
+from diagkit.trace import read_rank
+from diagkit.capture import start
+assert "torch.distributed.checkpoint.state_dict_saver" not in sys.modules
+model = torch.nn.Linear(2, 2)
+recorder = start(model, out=None)
+with recorder.phase("save"), tempfile.TemporaryDirectory() as folder:
+    import torch.distributed.checkpoint as dcp
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+recorder.close()
+print(json.dumps(read_rank(recorder.lines).phases[1].calls))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {"Module.state_dict": 1, "dcp.save": 1}
+
+
+@pytest.mark.parametrize("where", ["concerns", "scan"])
+def test_an_interrupt_that_strikes_inside_ours_goes_to_the_job_and_recording_goes_on(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small()
+    recorder = memory(model)
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(recorder._inventory), where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.double()
+    model.double()
+    model.float()
+    trace = trace_of(recorder)
+    assert [m.label for m in trace.moments][-3:] == ["Module.double", "Module.float", "end"]
+    assert trace.problems == []
+
+
 # ---- the job's own results
 
 

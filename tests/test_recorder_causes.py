@@ -108,7 +108,9 @@ def test_the_move_is_one_transition_with_the_callers_line(run: Run, move: Move, 
         if t.rows[0].kind == move.kind
     ]
     assert len(found.rows) == move.count
-    assert (found.before.short(), found.after.short()) == (move.before.replace("@", str(rank)), move.after.replace("@", str(rank)))  # type: ignore[union-attr]  # fmt: skip
+    assert isinstance(found.before, Residency) and isinstance(found.after, Residency)
+    assert found.before.short() == move.before.replace("@", str(rank))
+    assert found.after.short() == move.after.replace("@", str(rank))
     assert found.exchanged
     assert found.cause is not None and found.cause.frame is not None
     assert found.cause.chain == move.chain
@@ -255,6 +257,19 @@ def test_a_model_sharded_while_recorded_keeps_its_rows_and_gets_its_groups(run: 
         # The gradients travelled with the move: stranded, and told so although their rows are older than the groups.
         facts = {trace.facts[last.facts[row.id]] for row in gradients}
         assert {f.short() for f in facts if isinstance(f, Residency)} == {f"npu:{trace.rank}/npu:{trace.rank}"}
+
+
+@pytest.mark.parametrize("way", ["during", "after"])
+def test_a_sharded_model_is_gone_when_the_job_lets_go_of_it(run: Run, way: str) -> None:
+    for told in run.told:
+        gone: dict[str, list[bool]] = told["gone"]  # type: ignore[assignment]
+        assert gone["bare"] == [True] * 6  # else this would prove nothing
+        assert gone[way] == [True] * 6
+
+
+def test_rows_of_a_model_that_is_gone_are_gone(run: Run) -> None:
+    for trace in run.trace("gone_during"):
+        assert set(trace.state(-1).facts) == {0}
 
 
 def test_what_joins_a_model_gets_rows_and_what_leaves_it_goes(run: Run) -> None:
