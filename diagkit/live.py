@@ -118,12 +118,12 @@ def inspect(model: object, optimizer: Any = None) -> Inspection:
             )
         models = found
         optimizer = optimizer if optimizer is not None else _optimizers_of(model)
-    return _look(snapshot(models, optimizer, engine))
-
-
-def _look(trace: RankTrace, failure: Failure | None = None) -> Inspection:
+    trace = snapshot(models, optimizer, engine)
     state = facets(trace)
-    return Inspection(trace, diagnose(trace, failure), state, predict(state, trace.header.torch))
+    findings = diagnose(trace)
+    roots = [models] if isinstance(models, nn.Module) else models.values()
+    findings.problems = (*(part for root in roots for part in internals.unreadable(root)), *findings.problems)
+    return Inspection(trace, findings, state, predict(state, trace.header.torch))
 
 
 def _module_of(engine: object) -> nn.Module | None:

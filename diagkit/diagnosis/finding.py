@@ -208,7 +208,7 @@ class Findings(list[Finding]):
         for finding in self:
             lines += ["", *finding.lines()]
         lines += [f"note: {note}" for note in self.notes]
-        lines += [f"not readable: {problem}" for problem in self.problems[:5]]
+        lines += [f"not readable on this torch: {problem}" for problem in self.problems[:8]]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -232,6 +232,7 @@ class Findings(list[Finding]):
             title = html.escape(f"{f.code} {f.title} [{f.severity}]")
             parts.append(f"<details><summary>{title}</summary><table>{body}</table></details>")
         parts += [f"<p>note: {html.escape(note)}</p>" for note in self.notes]
+        parts += [f"<p>not readable on this torch: {html.escape(problem)}</p>" for problem in self.problems[:8]]
         return "".join(parts) + "</div>"
 
 

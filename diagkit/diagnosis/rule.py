@@ -99,6 +99,11 @@ class Subject:
         return self.group is not None and self.group.offload
 
     @property
+    def policy_unknown(self) -> bool:
+        """Nothing is known of the parameter's policy: no group was found, or it could not be read."""
+        return self.group is None or self.group.unreadable is not None or self.group.policy in ("", "NoneType")
+
+    @property
     def pins(self) -> bool:
         """The group's policy keeps this parameter in pinned CPU memory."""
         return self.group is not None and self.group.offload and self.group.pin_memory

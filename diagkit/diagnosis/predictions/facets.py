@@ -108,7 +108,8 @@ def _policy(groups: Sequence[GroupFacts], rank: RankTrace) -> tuple[str, str | N
     offloading = [g for g in groups if g.offload]
     computes = groups[0].mesh_device or accelerator
     if not offloading:
-        return "none", computes
+        unknown = all(g.policy in ("", "NoneType") for g in groups)
+        return ("no FSDP2" if unknown else "none"), computes
     return ("pinned" if any(g.pin_memory for g in offloading) else "unpinned"), computes
 
 
@@ -143,7 +144,7 @@ def _beside(pairs: Iterable[tuple[Residency, Residency | None]], nothing: str) -
     found = {
         "stranded" if device_type(f.storage_device) != device_type(owner.storage_device) else "home"
         for f, owner in pairs
-        if owner is not None and not f.empty
+        if owner is not None and owner.storage_device is not None and not f.empty
     }
     return "stranded" if "stranded" in found else nothing if not found else "home"
 

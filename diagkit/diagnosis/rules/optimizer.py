@@ -31,7 +31,7 @@ def stranded_state(it: Subject) -> bool:
 
     Severity: now, at the optimizer step; slow for the step counter.
     """
-    if it.owner is None or it.bytes_at in (None, "meta") or it.tensor.empty:
+    if it.owner is None or it.owner.storage_device is None or it.bytes_at in (None, "meta") or it.tensor.empty:
         return False
     if it.part == "step":
         deliberate = any(o.fused or o.capturable for o in it.world.optimizers)

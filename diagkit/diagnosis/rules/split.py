@@ -46,7 +46,9 @@ def pinned_split(it: Subject) -> bool:
     """
     tensor = it.tensor
     held = tensor.empty or (tensor.pinned is True and tensor.aliased is not False)
-    return it.pins and tensor.split and it.home == it.computes_on and it.bytes_at == "cpu" and held
+    # Where the policy cannot be read, pinned bytes behind one handle are proof enough of it.
+    pins = it.pins or (it.policy_unknown and tensor.pinned is True)
+    return pins and tensor.split and it.home == it.computes_on and it.bytes_at == "cpu" and held
 
 
 @rule("DK102", kinds=(PARAMETER,), severity="silent", says=("set_storage", "grad_device", "same_device", "swap"))
