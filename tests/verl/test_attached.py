@@ -67,7 +67,7 @@ def assert_names_verls_line(trace: Any) -> None:
     (finding,) = trace.findings()
     assert finding.code == "DK101"
     frame = finding.cause.frame
-    assert (frame.file.endswith(file), frame.function, frame.text) == (True, function, text)
+    assert (frame.file.endswith(file), frame.function, frame.code) == (True, function, text)
     assert "FSDPEngine.save_checkpoint" in finding.cause.chain
     assert set(finding.ranks) == {0, 1}
 
