@@ -235,6 +235,9 @@ class Inventory:
         self._afresh = afresh
         try:
             self._scan(kinds, changes)
+        except BaseException:  # an interrupt by hand: what was not read must be read next time
+            self._glances.clear()
+            raise
         finally:
             for watch in self._optimizers:
                 self._shielded("optimizers", watch.forget)
@@ -387,13 +390,10 @@ class Inventory:
                     slot = self._entries[row]
                     tensor = None if slot.tie else slot.tensor()
                     state = None if tensor is None else optimizer.state.get(tensor)
-                    if not state:
-                        continue
                     owner = self.rows[row]
-                    for part, value in sorted(state.items(), key=lambda item: str(item[0])):
+                    for part, value in sorted((state or {}).items(), key=lambda item: str(item[0])):
                         if isinstance(value, torch.Tensor):
-                            new = Row(
-                                0, OPTIMIZER_STATE, owner.model, owner.name, f"{prefix}{part}", tuple(value.shape), row
-                            )
+                            shape, label = tuple(value.shape), f"{prefix}{part}"
+                            new = Row(0, OPTIMIZER_STATE, owner.model, owner.name, label, shape, row)
                             found.append((new, State(watch, slot, part)))
             self._add(found)

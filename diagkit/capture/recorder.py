@@ -314,7 +314,11 @@ class Recorder:
             self._inventory.look_again()
         if stepped and not self._inventory.new_states():
             return []  # a step changes no residency but by the states that it makes the first time
-        changes = self._inventory.scan(kinds, afresh)
+        try:
+            changes = self._inventory.scan(kinds, afresh)
+        except BaseException:
+            self._writer.ask_key()  # what was read before is told with the next whole state
+            raise
         if changes:
             self._unwritten.append(changes)
         faults, self._inventory.faults = self._inventory.faults, []
