@@ -278,7 +278,7 @@ def test_honest_text_of_any_language_comes_through() -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_bytes_changed_at_random_break_nothing(data: st.DataObject) -> None:
     text = bytearray(b"".join(STORY))
     for _ in range(data.draw(st.integers(1, 12))):
@@ -306,7 +306,7 @@ VALUES = st.recursive(
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_value_in_any_field_breaks_nothing(data: st.DataObject) -> None:
     events: list[Any] = copy.deepcopy(EVENTS)
     for _ in range(data.draw(st.integers(1, 4))):
