@@ -56,7 +56,9 @@ def _identity(cause: Cause | None) -> object:
         return None
     frame = cause.frame
     # Targets differ from hit to hit (one call per child), and so may devices in the request: the line is the culprit.
-    return (cause.operation, None if frame is None else (frame.file, frame.line, frame.function))
+    # Folders differ from node to node, and from kernel to kernel for a notebook's cells.
+    file = "" if frame is None else frame.file.rpartition("/")[2]
+    return (cause.operation, None if frame is None else (file, frame.line, frame.function, frame.code))
 
 
 def _finding(hits: list[Hit], world_size: int, failure: Failure | None) -> Finding:
