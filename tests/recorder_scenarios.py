@@ -11,12 +11,15 @@ import json
 import linecache
 import pathlib
 import sys
+import tempfile
 import threading
 import traceback
 import weakref
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from recorder_far_away import FSDPEngine
 from recorder_world import begin, device, end, sharded, train_step
 from torch import nn
@@ -200,6 +203,18 @@ def interrupted(model: nn.Module, rec: Recorder) -> str:
 def by_buffer(model: nn.Module, rec: Recorder) -> None:
     with rec.phase("move"):
         model.model.rotary_emb.to("cpu")  # here: by_buffer
+
+
+@scenario
+def saved_in_background(model: nn.Module, rec: Recorder) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        names = [folder]
+        dist.broadcast_object_list(names)
+        with rec.phase("save"):
+            states = get_model_state_dict(model)
+            dcp.async_save({"model": states}, checkpoint_id=names[0]).result()
+            model.model.rotary_emb.to("cpu")
+        dist.barrier()
 
 
 def two_models(folder: pathlib.Path) -> None:

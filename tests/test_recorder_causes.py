@@ -231,6 +231,14 @@ def test_an_interrupt_by_hand_is_told_and_goes_on(run: Run) -> None:
         assert trace.ended == "closed"
 
 
+def test_a_save_that_goes_on_in_a_thread_is_observed_there(run: Run) -> None:
+    for trace in run.trace("saved_in_background"):
+        [phase] = [phase for phase in trace.phases.values() if phase.name == "save"]
+        assert phase.calls["get_model_state_dict"] == phase.calls["dcp.save"] == phase.calls["Module._apply"] == 1
+        labels = [moment.label for moment in trace.moments if moment.phase]
+        assert labels.index("dcp.save") < labels.index("Module.to")
+
+
 def test_two_models_of_one_class_are_told_apart_and_strangers_left_alone(run: Run) -> None:
     for trace in run.trace("two_models"):
         assert {row.model for row in trace.rows} == {"actor", "ref"}

@@ -119,14 +119,12 @@ class FileSink:
             return None
         note = self._reach()
         if self._torn:
-            line = b"\n" + line  # what a full disk left of an earlier line must not swallow this one
+            line = b"\n" + line  # what a full disk or an interrupt left of an earlier line must not swallow this one
         done = 0
+        self._torn = True
         try:
             while done < len(line):
                 done += os.write(self._file, line[done:])
-        except OSError:
-            self._torn = self._torn or done > 0
-            raise
         finally:
             self._size += done
             if len(self._first) < 256:
