@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from trace_story import HEALTHY, NAMES, SPLIT, STATE, events, lines
 
 from diagkit.errors import TraceError
 from diagkit.trace import RankTrace, open_trace, read_rank
-from diagkit.trace.schema import Header, Residency
+from diagkit.trace.schema import MARK, PARAMETER, Change, Header, Residency, Row
 from diagkit.trace.writer import FileSink, MemorySink, TraceWriter
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -282,6 +283,45 @@ def test_a_slow_disk_is_waited_for_and_told_once(tmp_path: pathlib.Path) -> None
     trace = read_rank(b"".join(got).splitlines(keepends=True))
     assert trace.problems == [] and final(trace) == WHOLE
     assert sum("the job waited" in trouble for trouble in trace.troubles) == 1
+
+
+def test_an_interrupt_in_the_middle_of_a_line_is_the_jobs_and_costs_no_other_line(tmp_path: pathlib.Path) -> None:
+    """The writer stands in a full pipe when the user's Ctrl-C comes."""
+    pipe = tmp_path / "rank-00000.jsonl"
+    os.mkfifo(pipe)
+    got: list[bytes] = []
+    struck = threading.Event()
+
+    def reader() -> None:
+        with pipe.open("rb", buffering=0) as file:
+            struck.wait(30)
+            while part := file.read(1 << 16):
+                got.append(part)
+
+    def strike(*_: object) -> None:
+        struck.set()
+        raise KeyboardInterrupt
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    writer = TraceWriter.create(tmp_path, HEADER)
+    rows = [Row(i, PARAMETER, "model", f"layers.{i}.self_attn.q_proj.weight") for i in range(20_000)]
+    before = signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            writer.table(rows)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    writer.moment(MARK, "after", 0, [Change(0, 20_000, writer.fact_id(HEALTHY))], key=True)
+    writer.close()
+    thread.join()
+    trace = read_rank(b"".join(got).splitlines(keepends=True))
+    assert trace.ended == "closed" and len(trace.rows) == 20_000
+    assert [moment.label for moment in trace.moments] == ["after"]
+    assert trace.facts[trace.state(0).facts[19_999]] == HEALTHY
+    assert trace.troubles == ["writer: 1 event(s) before this one could not be written (KeyboardInterrupt)"]
 
 
 def test_a_forked_child_writes_and_closes_nothing(tmp_path: pathlib.Path) -> None:

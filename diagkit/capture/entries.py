@@ -116,7 +116,7 @@ class Gradient:
     def tensor(self) -> torch.Tensor | None:
         tensor = self.slot.tensor()
         # `.grad` of a tensor that is no leaf warns the user.
-        return tensor.grad if tensor is not None and tensor.requires_grad and tensor.is_leaf else None
+        return tensor.grad if tensor is not None and tensor.is_leaf else None
 
     def read(self, known: Key | None, storage: int) -> Reading:
         grad = self.tensor()

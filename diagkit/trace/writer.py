@@ -230,13 +230,17 @@ class TraceWriter:
             flat += (change.start - end, change.count, change.facts, int(change.exchanged))
             end = change.start + change.count
         event["d"] = flat
-        if self._emit("moment", phase, event):
-            self._new_facts -= defined
-            self._unwritten_phases.pop(phase, None)
-            if key:
-                self.unwritten_exchanges.clear()
-        else:
-            self._lost_moment(phase, changes, cause if new_cause else None, begins)
+        written = False
+        try:
+            written = self._emit("moment", phase, event)
+        finally:
+            if written:
+                self._new_facts -= defined
+                self._unwritten_phases.pop(phase, None)
+                if key:
+                    self.unwritten_exchanges.clear()
+            else:
+                self._lost_moment(phase, changes, cause if new_cause else None, begins)
         if failure is not None:
             self._sync()
 
@@ -276,17 +280,22 @@ class TraceWriter:
         """Writes an event, after what was lost before it; whether it is in the trace."""
         if self._closed:
             return False
+        written = False
         try:
-            if (not self._lost or self._catch_up(phase)) and self._put(ev, phase, body):
-                return True
+            written = (not self._lost or self._catch_up(phase)) and self._put(ev, phase, body)
         except Exception as error:
             self._why = _one_line(error)
             self._warn(f"diagkit cannot write its trace ({self._why}); the job goes on, the trace has a gap")
-        self._lost += 1
-        self._seq += 1  # so that a reader sees the gap
-        if ev in ("header", "table", "local"):
-            self._unwritten.append((ev, phase, body))
-        return False
+        except BaseException as error:  # an interrupt by hand is the job's; the line it tore is a lost one
+            self._why = type(error).__name__
+            raise
+        finally:
+            if not written:
+                self._lost += 1
+                self._seq += 1  # so that a reader sees the gap
+                if ev in ("header", "table", "local"):
+                    self._unwritten.append((ev, phase, body))
+        return written
 
     def _catch_up(self, phase: int) -> bool:
         """Tells how much was lost, and defines again what the lost lines had defined."""
