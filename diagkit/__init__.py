@@ -42,5 +42,15 @@ def __getattr__(name: str) -> object:
     return value
 
 
+def load_ipython_extension(shell: object) -> None:
+    """``%load_ext diagkit``: the commands of `diagkit.views.magics`."""
+    importlib.import_module(f"{__name__}.views.magics").load(shell)
+
+
+def unload_ipython_extension(shell: object) -> None:
+    """``%unload_ext diagkit``."""
+    importlib.import_module(f"{__name__}.views.magics").unload(shell)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_ROOMS})

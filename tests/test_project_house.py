@@ -29,7 +29,7 @@ ARROWS = {
 }
 ON_TOP = {"__init__", "__main__", "cli", "auto", "doctor", "run"}
 # The notebook's commands act on live models; no other view does.
-EXTRA = {"views/magics": {"live", "capture", "remedy"}}
+EXTRA = {"views/magics": {"live", "capture", "remedy", "torch_internals"}}
 # `trace.findings()` and `trace.report()` are doors to rooms above: inside a function, opened when called.
 DOORS = {"trace/merged": {"diagnosis", "views"}, "trace/table": {"views"}}
 

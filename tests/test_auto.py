@@ -1,0 +1,156 @@
+"""`import diagkit.auto`: by a variable alone, before or after torch, once or twice, and nothing without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SHARD = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(3, 2)
+"""
+USE = """
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 3)).sum().backward()
+optimizer.step()
+"""
+STATE = """
+import sys, torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+def state():
+    return [torch.nn.Module._apply, torch.nn.Module.state_dict, torch.optim.Optimizer.__init__, FSDPParamGroup.__init__,
+        torch.optim.Optimizer.load_state_dict, sys.excepthook, *sys.meta_path]
+"""
+
+
+def python(code: str, folder: pathlib.Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **variables}
+    if folder is not None:
+        environment["DIAGKIT_TRACE"] = str(folder)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+
+
+def recorded(folder: pathlib.Path) -> list[str]:
+    from diagkit.trace import open_trace
+
+    if not folder.exists():
+        return []
+    return [moment.label for moment in open_trace(folder)[0].moments]
+
+
+WAYS = {
+    "before torch": "import diagkit.auto\n" + SHARD + USE,
+    "after torch": SHARD + "import diagkit.auto\n" + USE,
+    "after the model": SHARD + USE + "import diagkit.auto\nmodel.state_dict()\n",
+    "twice": "import diagkit.auto, importlib\nimportlib.reload(diagkit.auto)\n" + SHARD + "import diagkit.auto\n" + USE,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_variable_is_enough(way: str, tmp_path: pathlib.Path) -> None:
+    result = python(WAYS[way], tmp_path / "runs")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    labels = recorded(tmp_path / "runs")
+    assert labels[:2] == ["start", "model found"]
+    assert labels[-1] == "end"
+    assert ("Module.state_dict" if way == "after the model" else "first forward") in labels
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_without_the_variable_nothing_happens_at_all(tmp_path: pathlib.Path) -> None:
+    code = STATE + "before, loaded = state(), set(sys.modules)\nimport diagkit.auto\n"
+    code += "import json; print(json.dumps([state() == before, sorted(set(sys.modules) - loaded)]))"
+    result = python(code)
+    assert json.loads(result.stdout) == [True, ["diagkit", "diagkit.auto"]]
+
+
+def test_a_process_without_fsdp2_loads_no_recorder_and_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    code = "import diagkit.auto, torch, sys; torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()\n"
+    code += "print([name for name in sys.modules if name.startswith('diagkit.capture')])"
+    result = python(code, tmp_path / "runs")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "[]\n", "")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_it_does_not_import_torch_by_itself(tmp_path: pathlib.Path) -> None:
+    assert python("import diagkit.auto, sys; print('torch' in sys.modules)", tmp_path).stdout == "False\n"
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_stopping_puts_every_attribute_back(used: bool, tmp_path: pathlib.Path) -> None:
+    code = SHARD + STATE + "before = state()\nimport diagkit.auto\nassert state() != before\n"
+    code += USE if used else ""
+    code += "diagkit.auto.stop(); diagkit.auto.stop()\nprint(state() == before)"
+    result = python(code, tmp_path / "runs")
+    assert (result.stdout, result.stderr) == ("True\n", "")
+    assert (recorded(tmp_path / "runs")[-1:] == ["end"]) == used
+
+
+def test_a_wrapper_that_came_later_stays(tmp_path: pathlib.Path) -> None:
+    code = SHARD + STATE + "import diagkit.auto\n" + USE
+    code += "theirs = lambda kind, error, traceback: None\nsys.excepthook = theirs\n"
+    code += "apply = torch.nn.Module._apply\ndef later(*args): return apply(*args)\ntorch.nn.Module._apply = later\n"
+    code += "diagkit.auto.stop()\nprint(sys.excepthook is theirs, torch.nn.Module._apply is later)\nmodel.double()\n"
+    assert python(code, tmp_path / "runs").stdout == "True True\n"
+
+
+def test_a_variable_that_makes_no_sense_ends_no_job(tmp_path: pathlib.Path) -> None:
+    result = python("import diagkit.auto\n" + SHARD + USE, tmp_path / "runs", DIAGKIT_LIMIT="lots")
+    assert result.returncode == 0
+    assert "diagkit records nothing: DIAGKIT_LIMIT makes no sense: found lots" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_second_run_in_the_same_folder_mixes_with_no_other(tmp_path: pathlib.Path) -> None:
+    for _ in range(2):
+        assert python("import diagkit.auto\n" + SHARD + USE, tmp_path).returncode == 0
+    from diagkit.trace import open_trace
+
+    runs = sorted(tmp_path.iterdir())
+    assert len(runs) == 2
+    trace = open_trace(tmp_path)
+    assert trace.problems == [f"2 runs in this folder; the latest is read: {trace.path.name}"]  # type: ignore[union-attr]
+    assert trace.header.run == trace.path.name  # type: ignore[union-attr]
+    assert {open_trace(run).header.run for run in runs} == {run.name for run in runs}
+
+
+def test_patterns_and_the_size_cap_are_kept_and_told(tmp_path: pathlib.Path) -> None:
+    from diagkit.trace import open_trace
+
+    code = "import diagkit.auto\n" + SHARD + USE + "for _ in range(60): model.state_dict()\n"
+    code += "try: model.load_state_dict({})\nexcept RuntimeError: pass\n"
+    result = python(code, tmp_path, DIAGKIT_INCLUDE="*weight", DIAGKIT_LIMIT="6K", DIAGKIT_DETAIL="transitions")
+    assert result.returncode == 0, result.stderr
+    trace = open_trace(tmp_path)[0]
+    assert [row.name for row in trace.rows if row.kind == "parameter"] == ["weight"]
+    assert trace.header.job == {"diagkit.include": "*weight"}
+    optimizer = next(row for row in trace.rows if row.kind == "optimizer")
+    facts = trace.facts[trace.state(-1).facts[optimizer.id]]
+    assert (facts.dead, facts.missing) == (0, 0)  # type: ignore[union-attr]
+    cap = "writer: the size cap of 6,144 bytes is reached: from here on only failures and the end are written"
+    assert cap in trace.troubles
+    assert trace.moments[-1].failure is not None
+    assert trace.moments[-1].key
+    assert trace.ended == "closed"
+    (file,) = tmp_path.glob("*/rank-00000.jsonl")
+    assert file.stat().st_size < 3 * 6144
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("first", ["import torch", "import torch, torch.distributed.fsdp"])
+def test_after_torch_it_adds_at_most_thirty_milliseconds(first: str, tmp_path: pathlib.Path) -> None:
+    code = (
+        f"{first}\nimport time; t = time.perf_counter(); import diagkit.auto; print((time.perf_counter() - t) * 1000)"
+    )
+    best = min(float(python(code, tmp_path / "runs").stdout) for _ in range(3))
+    assert best <= 30, f"{best:.1f} ms"
