@@ -143,8 +143,8 @@ def a_new_parameter_without_any_module_in_sight() -> Call:
 
 
 @case()
-def alias_without_any_module_in_sight() -> Call:
-    return _tensors(torch.ops.aten.alias)
+def transpose_without_any_module_in_sight() -> Call:
+    return _tensors(lambda t: t.t())
 
 
 @case()

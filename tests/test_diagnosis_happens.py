@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from diagkit.diagnosis import Finding, Findings, diagnose
+from diagkit.torch_internals import torch_version
 from diagkit.trace import open_trace
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -97,10 +98,16 @@ CASES = [
         text="No backend type associated with device type cpu",
     ),
     Expected("dk501", "DK501", "offload_model_to_cpu", ["scale"], "move", "now", text="same device"),
+    Expected("dk601", "DK101", "load_model_to_device", ALL, "move", "now", text="materialized on CPU", also=("DK601",)),
     Expected(
-        "dk601", "DK101", "load_model_to_device", ALL, "move", "now", text="materialized on CPU", also=("DK601",)
+        "dk604",
+        "DK604",
+        None,
+        ["(root)", "layers.0", "layers.1"],
+        "train",
+        "silent" if torch_version() >= (2, 13) else "now",
+        text="" if torch_version() >= (2, 13) else "got mixed torch.Tensor and DTensor",
     ),
-    Expected("dk604", "DK604", None, ["(root)", "layers.0", "layers.1"], "train", "silent"),
     Expected("dk603", "DK603", None, ["VeOmniEngine"], "train", "now", text="materialized", also=("DK101", "DK601")),
     Expected("dk901", "DK901", None, ["VeOmniEngine"], "save", "now", text="Attempted to set", also=("DK101",)),
 ]
@@ -158,7 +165,10 @@ def test_the_remedy_cures_it(ran: Ran, scenario: str) -> None:
 def test_an_aborted_backward_starves_the_optimizer_until_it_is_mended(ran: Ran) -> None:
     for answer in ran.answers["dk604"]:
         assert answer["live"] == ["DK604"]
-        assert answer["gradients"] == 0  # of fourteen, after a backward pass that seemed to work
+        if torch_version() >= (2, 13):
+            assert answer["gradients"] == 0  # of fourteen, after a backward pass that seemed to work
+        else:
+            assert "got mixed torch.Tensor and DTensor" in answer["train failed"]
 
 
 def test_both_backends_leave_nothing_to_find(ran: Ran) -> None:

@@ -1,4 +1,4 @@
-"""`dk.explain` on real exceptions: the right hazard by facts where one text has many causes, and none where there is none."""
+"""`dk.explain` on real exceptions: the right hazard by facts where one text has many causes, and none where none is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 from typing import Any
 
 import pytest
+
+from diagkit.torch_internals import torch_version
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -25,7 +27,7 @@ HAZARDS = {
     "view_without_any_module_in_sight": "DK101",
     "data_without_any_module_in_sight": "DK101",
     "a_new_parameter_without_any_module_in_sight": "DK101",
-    "alias_without_any_module_in_sight": "DK101",
+    "transpose_without_any_module_in_sight": "DK101",
     "export_in_a_generator": "DK101",
     "raised_from_another": "DK101",
     "an_engine_that_saves": "DK901",
@@ -118,6 +120,8 @@ def test_equal_texts_with_different_causes_are_told_apart(answers: Answers, text
 
 
 def test_no_frame_needs_to_hold_the_model(answers: Answers) -> None:
+    if torch_version() < (2, 13):
+        pytest.skip("torch version: DTensor's own frames hold a `self` before 2.13")
     blind = [case for case in HAZARDS if not answers[case][0]["held"]]
     assert len(blind) >= 5, blind
     assert all(answers[case][0]["code"] == HAZARDS[case] for case in blind)
