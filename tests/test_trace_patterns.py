@@ -96,6 +96,7 @@ def test_a_huge_range_is_not_written_out_before_it_is_asked_for() -> None:
     assert [next(names), next(names)] == ["l.0.w", "l.1.w"]
 
 
+@pytest.mark.alone
 def test_ten_thousand_names_take_less_than_a_second() -> None:
     one = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
     names = [one.format(i, e, p) for i in range(26) for e in range(128) for p in ("gate", "up", "down")]
