@@ -178,7 +178,7 @@ def cpu_tensor() -> str:
 
 
 def main(backend: str) -> None:
-    """Runs every case under ``backend`` ("": let PyTorch choose) and prints the outcomes as JSON."""
+    """Runs every case under ``backend`` and prints the outcomes as JSON; with "" PyTorch chooses, and one case is run."""
     from diagkit.lab import simulate
 
     simulate(announce=False)
@@ -187,6 +187,8 @@ def main(backend: str) -> None:
     torch.npu.set_device(rank)  # type: ignore[attr-defined]
     outcome = {}
     for name, check in CASES.items():
+        if not backend and name != "objects_and_barriers":
+            continue
         try:
             check(rank, size)
             outcome[name] = "ok"

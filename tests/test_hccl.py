@@ -41,4 +41,5 @@ def test_hccl_itself_refuses_cpu_tensors(group: tuple[str, list[dict[str, Any]]]
 
 def test_pytorch_chooses_hccl_for_the_device_by_itself(compiler: str) -> None:
     for rank in run_ranks(hccl_ranks.main, 2, args=[""], timeout=200):
-        assert "npu:hccl" in json.loads(rank.stdout.splitlines()[-1])["config"]
+        result = json.loads(rank.stdout.splitlines()[-1])
+        assert "npu:hccl" in result["config"] and result["cases"] == {"objects_and_barriers": "ok"}
