@@ -96,7 +96,8 @@ def test_run_all_shows_the_figures_and_no_error(
     notebook = next(path for path in NOTEBOOKS if path.name.startswith(number))
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
     console, outside = watch(page, address)
-    page.goto(f"{address}/lab/tree/{urllib.parse.quote(notebook.name)}?token={token}")
+    # A workspace of its own: another notebook's idle kernel in the status bar would be taken for this one's.
+    page.goto(f"{address}/lab/workspaces/{number}/tree/{urllib.parse.quote(notebook.name)}?token={token}")
     expect(page.locator(".jp-Notebook .jp-Cell").first).to_be_visible(timeout=2 * MINUTES)
     # Before its kernel is there, JupyterLab runs no cell and says nothing.
     expect(page.get_by_role("button", name="Python 3 (ipykernel) | Idle")).to_be_visible(timeout=2 * MINUTES)
