@@ -178,7 +178,7 @@ def cpu_tensor() -> str:
 
 
 def main(backend: str) -> None:
-    """Runs every case under ``backend`` and prints the outcomes as JSON; with "" PyTorch chooses, and one case is run."""
+    """Runs every case under ``backend`` and prints the outcomes as JSON; with "" PyTorch chooses and one case runs."""
     from diagkit.lab import simulate
 
     simulate(announce=False)

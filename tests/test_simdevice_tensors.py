@@ -1,4 +1,4 @@
-"""One process on the simulated accelerator: every check of ``simdevice_cases`` is a test of its own."""
+"""One process on the simulated accelerator: every check of the two case modules is a test of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import pytest
 import simdevice_cases
+import simdevice_numerics  # noqa: F401  (adds its cases)
 from ranks import run_ranks
 
 
