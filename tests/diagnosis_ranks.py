@@ -351,16 +351,18 @@ def dk603(lab: Lab) -> None:
 def dk901(lab: Lab) -> None:
     from diagkit.lab.engines import EngineConfig, build_engine
 
-    engine = build_engine("veomni", "#7005", EngineConfig())
+    engine = build_engine("veomni", "#7103", EngineConfig())
+    assert dk.inspect(engine).findings.codes == ()
+    del engine._uses_fsdp2_cpu_offload_policy  # as in a subclass that skips the `__init__` that sets it
     lab.answer["live"] = list(dk.inspect(engine).findings.codes)
     with dk.record(engine.module, engine.optimizer, out=lab.folder, engine=engine) as rec:
         lab.fails(rec, "save", lambda: engine.save_checkpoint(lab.folder / "ckpt"))
-    guarded = build_engine("veomni", "#7103", EngineConfig())
-    lab.answer["after"] = list(dk.inspect(guarded).findings.codes)
-    guarded._uses_fsdp2_cpu_offload_policy = False
-    lab.answer["flag false"] = list(dk.inspect(guarded).findings.codes)
-    guarded._uses_fsdp2_cpu_offload_policy = True
-    guarded.save_checkpoint(lab.folder / "ckpt")
+    fresh = build_engine("veomni", "#7103", EngineConfig())
+    fresh._uses_fsdp2_cpu_offload_policy = False
+    lab.answer["flag false"] = list(dk.inspect(fresh).findings.codes)
+    fresh._uses_fsdp2_cpu_offload_policy = True
+    lab.answer["after"] = list(dk.inspect(fresh).findings.codes)
+    fresh.save_checkpoint(lab.folder / "ckpt")
     lab.answer["cured"] = True
 
 

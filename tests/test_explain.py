@@ -30,7 +30,7 @@ HAZARDS = {
     "transpose_without_any_module_in_sight": "DK101",
     "export_in_a_generator": "DK101",
     "raised_from_another": "DK101",
-    "an_engine_that_saves": "DK901",
+    "an_engine_that_saves": "DK101",
     "first_forward_of_a_split_model": "DK101",
     "first_forward_of_a_moved_model": "DK103a",
     # Lazy init resets the child before it checks, and so turns the move past the reset into a split of that child.
@@ -65,7 +65,7 @@ OPERATIONS = {
 }
 # One text, and the cases that raise it for different reasons (None: for no reason of ours).
 SAME_TEXT = {
-    "Attempted to set the storage": {"DK101", "DK102", "DK901"},
+    "Attempted to set the storage": {"DK101", "DK102"},
     "should be materialized on CPU": {"DK101", "DK103a", "DK603"},
     "attempting to assign a gradient": {"DK101", "DK103a", "DK103b"},
     "Expected all tensors to be on the same device": {"DK301", "DK302", "DK501", "DK102", None},

@@ -58,7 +58,7 @@ def test_the_command_reads_a_file_or_standard_input(
     monkeypatch.setattr("sys.stdin", io.StringIO(path.read_text()))
     assert main(["explain", "-", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == from_file
-    assert [c["code"] for c in from_file["candidates"]] == ["DK101", "DK102", "DK901"]
+    assert [c["code"] for c in from_file["candidates"]] == ["DK101", "DK102"]
 
 
 def test_a_log_without_exceptions_and_a_missing_one(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:

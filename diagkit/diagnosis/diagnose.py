@@ -27,7 +27,8 @@ def diagnose(trace: Trace | RankTrace, failure: Failure | None = None) -> Findin
     notes: dict[str, None] = {}
     for rank in ranks:
         hits += judge.rank(rank, failure)
-        notes.update(dict.fromkeys(resting_buffers(rank)) if not notes else {})
+    if ranks:
+        notes.update(dict.fromkeys(resting_buffers(ranks[0])))
     world_size = max((rank.header.world_size for rank in ranks), default=1)
     findings = [_finding(group, world_size, failure) for group in _alike(hits)]
     if any(f.code == "DK501" for f in findings):
@@ -46,7 +47,7 @@ def _alike(hits: Iterable[Hit]) -> list[list[Hit]]:
     for hit in hits:
         origin = hit.origin
         phase = 0 if origin is None else origin.phase
-        model = next(iter(hit.rows.values())).model
+        model = hit.rank.rows[next(iter(hit.facts))].model
         groups.setdefault((hit.rule.code, model, phase, _identity(origin.cause if origin else None)), []).append(hit)
     return list(groups.values())
 
@@ -63,9 +64,11 @@ def _identity(cause: Cause | None) -> object:
 
 def _finding(hits: list[Hit], world_size: int, failure: Failure | None) -> Finding:
     first = min(hits, key=lambda hit: (hit.judged.moment.phase, hit.rank.rank, hit.judged.moment.index))
-    names: dict[tuple[int, str], None] = {}
+    # Ranks share their tables: rows are put together as numbers, and named once.
+    tables: dict[int, tuple[RankTrace, set[int]]] = {}
     for hit in hits:
-        names.update(((row.id, name_of(row)), None) for row in hit.rows.values())
+        tables.setdefault(id(hit.rank.rows[0]), (hit.rank, set()))[1].update(hit.facts)
+    names = {(row, name_of(rank.rows[row])): None for rank, rows in tables.values() for row in rows}
     failed = next((hit.failures[0] for hit in hits if hit.failures), None)
     exception = failed.failure if failed else failure if failure and _speaks(first, failure) else None
     judged = first.judged.moment
@@ -85,7 +88,7 @@ def _finding(hits: list[Hit], world_size: int, failure: Failure | None) -> Findi
         consequences=consequences(first.rank, judged),
         lasting=any(hit.lasting for hit in hits),
         failure=f"{exception.type}: {exception.message}" if exception else "",
-        model=next(iter(first.rows.values())).model,
+        model=first.rank.rows[next(iter(first.facts))].model,
     )
 
 

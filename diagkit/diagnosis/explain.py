@@ -109,12 +109,10 @@ def by_facts(
     possible = likely(names, operation)
     explains = [f for f in findings if names.intersection(f.rule.says) and f.code in possible]
     order = ordered([f.code for f in explains], names, operation)
-    # An engine that moves what it must not is the cause of the split that its move makes; and a gradient or a moment
+    # An engine that moves what the policy owns is the cause of the split that its move makes; and a gradient or a moment
     # that only looks stranded because its parameter was exchanged is not to blame.
     exchanged = {f.code for f in explains} & {"DK102", "DK103a", "DK103b"}
-    explains.sort(
-        key=lambda f: (f.rule.family != "engine", f.follows in exchanged and f.follows != "", order.index(f.code))
-    )
+    explains.sort(key=lambda f: (f.rule.family != "engine", bool(exchanged & {f.follows}), order.index(f.code)))
     if explains and explains[0].code == "DK601":
         # The retry's error follows from what made the first forward fail; where that is still there, it is to blame.
         explains = [*(f for f in findings if f.code in explains[0].rule.follows), *explains]

@@ -6,12 +6,12 @@ row could matter, and a state that did not change since it was last judged is no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import bisect
 from dataclasses import dataclass, field, replace
 
 from diagkit.diagnosis.moments import Judged, is_look, judged_moments
 from diagkit.diagnosis.rule import Rule, Subject, World, all_rules
-from diagkit.diagnosis.signatures import SIGNATURES, said
+from diagkit.diagnosis.signatures import said
 from diagkit.trace import RankTrace
 from diagkit.trace.schema import (
     ABSENT,
@@ -31,8 +31,6 @@ from diagkit.trace.schema import (
     device_type,
 )
 
-_ANY_TEXT = frozenset(SIGNATURES)
-
 
 @dataclass(slots=True)
 class Hit:
@@ -40,12 +38,16 @@ class Hit:
 
     rule: Rule
     rank: RankTrace
-    rows: dict[int, Row]
-    facts: dict[int, int]  # row -> number of its facts when it was judged
+    facts: dict[int, int]  # row -> number of its facts when it was last judged
     origin: Moment | None
     judged: Judged
     failures: list[Moment] = field(default_factory=list)  # exceptions that speak of it
     lasting: bool = False
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows, in table order."""
+        return [self.rank.rows[number] for number in sorted(self.facts)]
 
 
 @dataclass(slots=True)
@@ -55,12 +57,14 @@ class Layout:
     segments: list[tuple[str, int, int]]  # kind, first row, one past the last
     group_of: dict[int, int | None] = field(default_factory=dict)  # parameter row -> row of its FSDP group
     groups: dict[tuple[str, str], int] = field(default_factory=dict)  # (model, module name) -> row of its group
+    rooted: bool = False  # every model's root is an FSDP group, so that no parameter is without one
 
 
 def layout_of(rows: list[Row]) -> Layout:
     """Runs of rows of one kind, and which group owns which name."""
     segments: list[tuple[str, int, int]] = []
     groups: dict[tuple[str, str], int] = {}
+    models = set()
     for row in rows:
         if segments and segments[-1][0] == row.kind:
             segments[-1] = (row.kind, segments[-1][1], row.id + 1)
@@ -68,7 +72,9 @@ def layout_of(rows: list[Row]) -> Layout:
             segments.append((row.kind, row.id, row.id + 1))
         if row.kind == GROUP:
             groups.setdefault((row.model, row.name), row.id)
-    return Layout(segments, groups=groups)
+        elif row.kind == PARAMETER:
+            models.add(row.model)
+    return Layout(segments, groups=groups, rooted=all((model, "") in groups for model in models))
 
 
 class Judge:
@@ -77,7 +83,7 @@ class Judge:
     def __init__(self) -> None:
         self._rules = all_rules()
         self._layouts: dict[int, tuple[list[Row], Layout]] = {}
-        self._suspects: dict[tuple[str, Facts, frozenset[Facts | None], str | None], tuple[Rule, ...]] = {}
+        self._suspects: dict[tuple[object, ...], tuple[Rule, ...]] = {}
 
     def rank(self, trace: RankTrace, failure: Failure | None = None) -> list[Hit]:
         """What the rules find in a rank's trace.
@@ -100,7 +106,7 @@ class Judge:
 
     def suspects(self, kind: str, facts: Facts, around: frozenset[Facts | None], world: World) -> tuple[Rule, ...]:
         """Rules that such a row could meet in some context of this rank: more than do, never fewer."""
-        key = (kind, facts, around, world.accelerator)
+        key = (kind, facts, around, world.accelerator, world.said)
         found = self._suspects.get(key)
         if found is None:
             groups = [None, *(f for f in around if isinstance(f, GroupFacts))]
@@ -135,21 +141,25 @@ class _Run:
         self.since: list[int] = [-1] * count  # moment at which the row took the facts that it has
         self.rested: dict[int, str] = {}  # buffer row -> where its bytes first rested
         self.found: dict[tuple[str, int], Hit] = {}
-        self.open: dict[tuple[str, int], tuple[str, int]] = {}  # (code, row) at the last rest -> key of its hit
+        self.open: dict[str, dict[int, tuple[str, int]]] = {}  # code -> row -> key of its hit, at the last rest
         self.world = World()
         self.cache: dict[tuple[object, ...], bool] = {}  # answers in this world
         self.doubts: dict[tuple[str, int], tuple[Rule, ...]] = {}
-        self.around = frozenset(self._context_facts())
+        self.seen = self._kinds_of_facts()
+        self.around = frozenset(trace.facts[number] for _, number in self.seen)
+        failures = [moment.failure for moment in trace.failures if moment.failure] + ([failure] if failure else [])
         self.any_world = World(
             accelerator=self._accelerator,
             groups=tuple(f for f in self.around if isinstance(f, GroupFacts)),
             engines=tuple(f for f in self.around if isinstance(f, EngineFacts)),
             backends=trace.header.backends,
-            said=_ANY_TEXT,
+            said=frozenset().union(*(said(f.message) for f in failures)),
             live=True,
         )
 
     def hits(self) -> list[Hit]:
+        if not any(self._doubts(kind, number) for kind, number in self.seen):
+            return []  # nothing that this rank ever shows could interest any rule
         judged: dict[int, list[Judged]] = {}
         for entry in judged_moments(self.trace):
             judged.setdefault(entry.moment.index, []).append(entry)
@@ -158,12 +168,15 @@ class _Run:
             self._replay(moment)
             dirty = dirty or bool(moment.changes) or moment.key
             for entry in judged.get(moment.index, ()):
-                if entry.resting and not dirty and self.extra is None and entry.why != "begins":
-                    continue
-                self._judge(entry)
+                unchanged = entry.resting and not dirty and self.extra is None
+                if not unchanged:
+                    self._judge(entry)
+                elif entry.why == "begins":
+                    self._judge(entry, due_only=True)
                 dirty = dirty and not entry.resting
-        for key in self.open.values():
-            self.found[key].lasting = True
+        for keys in self.open.values():
+            for key in set(keys.values()):
+                self.found[key].lasting = True
         for hit in self.found.values():
             # What is a fault only when an operation is due lasts for as long as its facts do.
             if not hit.lasting and not hit.rule.rests:
@@ -172,34 +185,30 @@ class _Run:
 
     def _replay(self, moment: Moment) -> None:
         facts, since = self.facts, self.since
+        before = facts.copy() if moment.key else facts
         if moment.key:
-            before = facts.copy()
             facts[:] = [ABSENT] * len(facts)
         for change in moment.changes:
             end = change.start + change.count
-            rows = range(change.start, end)
-            if moment.key:
-                for row in rows:
-                    if before[row] != change.facts:
-                        since[row] = moment.index
-            elif self._holds_on(change.facts):
-                for row in rows:
-                    if facts[row] != change.facts and not self._same_trouble(row, facts[row], change.facts):
+            if moment.key or self._may_carry_on(change.facts):
+                for row in range(change.start, end):
+                    old = before[row]
+                    if old != change.facts and not self._same_trouble(old, change.facts):
                         since[row] = moment.index
             else:
                 since[change.start : end] = [moment.index] * change.count
             facts[change.start : end] = [change.facts] * change.count
 
-    def _holds_on(self, number: int) -> bool:
-        """Whether a row with these facts may carry on a trouble that it had before."""
+    def _may_carry_on(self, number: int) -> bool:
+        """Whether a row with these facts may only carry on a trouble that it had before."""
         facts = self.trace.facts[number]
         return isinstance(facts, Residency) and (facts.split or facts.metadata_device == "meta")
 
-    def _same_trouble(self, row: int, old: int, new: int) -> bool:
+    def _same_trouble(self, old: int, new: int) -> bool:
         before, after = self.trace.facts[old], self.trace.facts[new]
         return isinstance(before, Residency) and isinstance(after, Residency) and before.short() == after.short()
 
-    def _judge(self, entry: Judged) -> None:
+    def _judge(self, entry: Judged, due_only: bool = False) -> None:
         failure = entry.moment.failure if entry.why == "failed" else None
         if entry.why == "last" and self.extra is not None:
             failure = self.extra
@@ -208,41 +217,61 @@ class _Run:
         world = self._world(failure, entry.resting, about_to)
         if world != self.world:
             self.world, self.cache = world, {}
-        held: dict[tuple[str, int], tuple[str, int]] = {}
-        for row, rule in self._held():
-            speaks = bool(world.said.intersection(rule.says))
-            if not entry.resting and not speaks:
+        held: dict[str, dict[int, tuple[str, int]]] = {}
+        for rule, rows in self._held(due_only).items():
+            if not entry.resting and not world.said.intersection(rule.says):
                 continue
-            since = self.since[row.id]
-            if not entry.resting and not self._asks(rule, row.id, calm=True):
-                since = entry.moment.index  # nothing was wrong until this operation: its call is the cause
-            key = self.open.get((rule.code, row.id), (rule.code, since))
-            hit = self.found.get(key)
-            if hit is None:
-                origin = self.trace.moments[since] if since >= 0 else None
-                hit = self.found[key] = Hit(rule, self.trace, {}, {}, origin, entry)
-            hit.rows[row.id] = row
-            hit.facts[row.id] = self.facts[row.id]
-            held[rule.code, row.id] = key
-            if entry.why == "failed" and entry.moment not in hit.failures:
-                hit.failures.append(entry.moment)
-        if entry.resting:
+            held[rule.code] = keys = self._keys(rule, rows, entry)
+            for key in dict.fromkeys(keys.values()):
+                hit = self.found.get(key)
+                if hit is None:
+                    origin = self.trace.moments[key[1]] if key[1] >= 0 else None
+                    hit = self.found[key] = Hit(rule, self.trace, {}, origin, entry)
+                hit.facts.update((row, self.facts[row]) for row, its in keys.items() if its == key)
+                if entry.why == "failed" and entry.moment not in hit.failures:
+                    hit.failures.append(entry.moment)
+        if due_only:
+            self.open.update(held)
+        elif entry.resting:
             self.open = held
             self._note_rest()
 
-    def _held(self) -> Iterator[tuple[Row, Rule]]:
-        """Rows and the rules that hold for them."""
+    def _keys(self, rule: Rule, rows: list[int], entry: Judged) -> dict[int, tuple[str, int]]:
+        """Which hit each row belongs to: the one that it was part of, else one per moment at which it began."""
+        known = self.open.get(rule.code)
+        if known is not None and known.keys() == set(rows):
+            return known
+        keys = {}
+        for row in rows:
+            key = known.get(row) if known else None
+            if key is None:
+                # Where nothing was wrong until this operation, its call is the cause.
+                calm = entry.resting or self._asks(rule, row, calm=True)
+                key = (rule.code, self.since[row] if calm else entry.moment.index)
+            keys[row] = key
+        return keys
+
+    def _held(self, due_only: bool) -> dict[Rule, list[int]]:
+        """The rules that hold now, and the rows for which they do."""
+        found: dict[Rule, list[int]] = {}
+        groups = {n for kind, first, end in self.layout.segments if kind == GROUP for n in self.facts[first:end]}
         for kind, first, end in self.layout.segments:
-            present = set(self.facts[first:end])
-            doubtful = {
-                number: rules for number in present if number != ABSENT and (rules := self._doubts(kind, number))
-            }
-            if not doubtful:
+            if due_only and kind != ENGINE:
                 continue
-            for row in range(first, end):
-                for rule in doubtful.get(self.facts[row], ()):
-                    if self._asks(rule, row):
-                        yield self.trace.rows[row], rule
+            facts = self.facts[first:end]
+            # Where all groups are alike, equal facts get equal answers.
+            alike = kind == PARAMETER and self.layout.rooted and len(groups) <= 1
+            for number in set(facts):
+                rules = self._doubts(kind, number) if number != ABSENT else ()
+                rows = [first + i for i, its in enumerate(facts) if its == number] if rules else []
+                for rule in rules:
+                    if alike:
+                        holds = rows if self._asks(rule, rows[0]) else []
+                    else:
+                        holds = [row for row in rows if self._asks(rule, row)]
+                    if holds:
+                        found.setdefault(rule, []).extend(holds)
+        return found
 
     def _doubts(self, kind: str, number: int) -> tuple[Rule, ...]:
         found = self.doubts.get((kind, number))
@@ -320,14 +349,18 @@ class _Run:
             live=self.live,
         )
 
-    def _context_facts(self) -> Iterable[Facts | None]:
-        """Every group's and parameter's facts that this rank ever shows: what may surround a row."""
-        seen: set[int] = set()
+    def _kinds_of_facts(self) -> set[tuple[str, int]]:
+        """Every (kind of row, number of its facts) that this rank ever shows."""
+        seen: set[tuple[str, int]] = set()
+        segments = self.layout.segments
+        ends = [end for _, _, end in segments]
         for moment in self.trace.moments:
             for change in moment.changes:
-                if change.facts not in seen:
-                    seen.add(change.facts)
-                    yield self.trace.facts[change.facts]
+                at = bisect.bisect_right(ends, change.start)
+                while at < len(segments) and segments[at][1] < change.start + change.count:
+                    seen.add((segments[at][0], change.facts))
+                    at += 1
+        return {(kind, number) for kind, number in seen if number != ABSENT}
 
     def _note_rest(self) -> None:
         for kind, first, end in self.layout.segments:

@@ -57,7 +57,7 @@ def _one(file: str, function: str) -> str:
 
 #: Text -> operation -> codes, the likeliest first; "" is any other operation.
 LIKELY: dict[str, dict[str, tuple[str, ...]]] = {
-    "set_storage": {"": ("DK101", "DK102", "DK901")},
+    "set_storage": {"": ("DK101", "DK102")},
     "materialized": {"": ("DK101", "DK103a", "DK103b", "DK603")},
     "grad_device": {"": ("DK101", "DK103a", "DK103b", "DK102")},
     "swap": {"": ("DK101", "DK102")},

@@ -47,7 +47,7 @@ def name_of(row: Row) -> str:
 def facts_of(hit: Hit) -> Facts | None:
     """The facts of a hit's first row at the moment that was judged; a row with elements goes before one without."""
     state = hit.rank.state(hit.judged.moment)
-    found = [hit.rank.facts[state.facts[row]] for row in hit.rows if row < len(state.facts)]
+    found = [hit.rank.facts[state.facts[row]] for row in sorted(hit.facts) if row < len(state.facts)]
     full = [f for f in found if not (isinstance(f, Residency) and f.empty)]
     return next(iter(full or found), None)
 
@@ -80,7 +80,7 @@ def evidence(hit: Hit, failure: Failure | None) -> Iterator[str]:
 def _counted(hit: Hit) -> str:
     """``"14 parameters and 1 buffer"``."""
     counts: dict[str, int] = {}
-    for row in hit.rows.values():
+    for row in hit.rows:
         counts[row.kind] = counts.get(row.kind, 0) + 1
     return " and ".join(f"{count} {KINDS[kind][count != 1]}" for kind, count in counts.items())
 

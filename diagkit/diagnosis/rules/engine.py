@@ -33,7 +33,7 @@ def two_owners(it: Subject) -> bool:
     return due and "True" in (facts.offload_param, facts.offload_optimizer)
 
 
-@rule("DK901", kinds=(ENGINE,), severity="later", says=("set_storage",), rests=False)
+@rule("DK901", kinds=(ENGINE,), severity="later", rests=False)
 def flag_disagrees(it: Subject) -> bool:
     """The engine's flag disagrees with its module
 
@@ -45,7 +45,8 @@ def flag_disagrees(it: Subject) -> bool:
     How to see it: The engine's code reads the flag, the instance has none or has False, and the groups' policy is
     `CPUOffloadPolicy`.
 
-    Remedy: Set the flag from the policy itself, where the policy is made; read it with a default.
+    Remedy: Set the flag from the policy itself, where the policy is made; read it with a default. An engine so old that
+    its save or export asks no flag needs the guard as well.
 
     Call: engine._uses_fsdp2_cpu_offload_policy = True
 
@@ -59,5 +60,4 @@ def flag_disagrees(it: Subject) -> bool:
     facts = it.facts
     if not isinstance(facts, EngineFacts) or not it.world.offloads:
         return False
-    due = it.world.expects("save", "export") or bool(it.world.said)
-    return due and facts.reads_policy_flag and facts.uses_policy_flag != "True"
+    return it.world.expects("save", "export") and facts.reads_policy_flag and facts.uses_policy_flag != "True"
