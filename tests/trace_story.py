@@ -34,7 +34,7 @@ NAMES = [f"layers.{i}.weight" for i in range(5)]
 
 def mover(line: int) -> Cause:
     """The call on that line of somebody's engine."""
-    frame = Frame("/home/me/engine.py", line, "save_checkpoint", 'module.to("npu")')
+    frame = Frame("/srv/job/engine.py", line, "save_checkpoint", 'module.to("npu")')
     return Cause("Module._apply", ("save_checkpoint", "Module.to"), frame, (frame,), "model")
 
 
