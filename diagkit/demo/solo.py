@@ -6,9 +6,7 @@ Rules of this module: it changes nothing that it does not say; asked again, it g
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -62,8 +60,8 @@ def start_alone(group: str | None = None) -> Solo:
     if dist.is_initialized():
         raise UsageError("a process group is up already", remedy="Restart the kernel")
     torch.get_device_module(device).set_device(0)
-    meeting = Path(tempfile.mkdtemp(prefix="diagkit-solo-")) / "rendezvous"
-    dist.init_process_group(group, init_method=f"file://{meeting}", rank=0, world_size=1)
+    # One rank meets itself: a store in memory leaves neither a file nor an open port behind.
+    dist.init_process_group(group, store=dist.HashStore(), rank=0, world_size=1)
     _started = Solo(device, simulated, group, torch.__version__)
     return _started
 
