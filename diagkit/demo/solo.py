@@ -61,7 +61,7 @@ def start_alone(group: str | None = None) -> Solo:
         raise UsageError("a process group is up already", remedy="Restart the kernel")
     torch.get_device_module(device).set_device(0)
     # One rank meets itself: a store in memory leaves neither a file nor an open port behind.
-    dist.init_process_group(group, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(group, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     _started = Solo(device, simulated, group, torch.__version__)
     return _started
 
