@@ -109,8 +109,8 @@ def by_facts(
     possible = likely(names, operation)
     explains = [f for f in findings if names.intersection(f.rule.says) and f.code in possible]
     order = ordered([f.code for f in explains], names, operation)
-    # An engine that moves what the policy owns is the cause of the split that its move makes; and a gradient or a moment
-    # that only looks stranded because its parameter was exchanged is not to blame.
+    # An engine that moves what the policy owns is the cause of the split that its move makes; and a gradient or a
+    # moment that only looks stranded because its parameter was exchanged is not to blame.
     exchanged = {f.code for f in explains} & {"DK102", "DK103a", "DK103b"}
     explains.sort(key=lambda f: (f.rule.family != "engine", bool(exchanged & {f.follows}), order.index(f.code)))
     if explains and explains[0].code == "DK601":

@@ -8,7 +8,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-
 #: Engines whose constructor is running, the innermost last.
 making: list[Any] = []
 

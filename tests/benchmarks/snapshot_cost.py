@@ -1,7 +1,7 @@
 """What one look at every parameter costs, beside a bare loop over the same facts and beside ``state_dict()``.
 
-One process, 4,000 pinned parameters under CPUOffloadPolicy on the simulated accelerator; the three alternate in one loop, and the medians of
-the paired ratios count. Run: ``python tests/benchmarks/snapshot_cost.py``
+One process, 4,000 pinned parameters under CPUOffloadPolicy on the simulated accelerator; the three alternate in one
+loop, and the medians of the paired ratios count. Run: ``python tests/benchmarks/snapshot_cost.py``
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What recording costs a training step.
 
-A step is forward, backward, optimizer step and ``state_dict()`` of eight FSDP2 blocks, batch 32. Bare and tooled steps alternate in one
-process, in swapped order every second time; a null run does the same with no tool, so that what the machine does by itself can be
-subtracted. Figures: median of the paired ratios with a bootstrap interval, and microseconds added per step.
+A step is forward, backward, optimizer step and ``state_dict()`` of eight FSDP2 blocks, batch 32. Bare and tooled
+steps alternate in one process, in swapped order every second time; a null run does the same with no tool, so that
+what the machine does by itself can be subtracted. Figures: median of the paired ratios with a bootstrap interval,
+and microseconds added per step.
 
 Run: ``python tests/benchmarks/step_cost.py [--width 64] [--steps 200] [--no-offload]``
 """
