@@ -237,6 +237,7 @@ class _Found:
         self.modules: dict[int, nn.Module] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self.engines: dict[int, object] = {}
+        self.tensors: set[int] = set()
         self._seen: set[int] = set()
 
     def search(self, frames: Iterable[Any]) -> None:
@@ -262,7 +263,9 @@ class _Found:
             self.modules[id(value)] = value
         elif isinstance(value, torch.optim.Optimizer):
             self.optimizers[id(value)] = value
-        elif isinstance(value, (torch.Tensor, str, bytes, int, float, type(None), type)):
+        elif isinstance(value, torch.Tensor):
+            self.tensors.add(id(value))
+        elif isinstance(value, (str, bytes, int, float, type(None), type)):
             return
         elif isinstance(value, (dict, list, tuple, set)) and depth < 2:
             members = value.values() if isinstance(value, dict) else value
@@ -285,8 +288,9 @@ class _Found:
         if roots:  # a layer alone says nothing of the root that it belongs to
             met = {id(m) for m in roots}
             roots = _roots([*roots, *(m for m in everything if any(id(child) in met for child in m.modules()))])
-        else:  # tensors say nothing of any module
+        else:  # tensors know no module, but a module knows its tensors
             roots = _roots(everything)
+            roots = [m for m in roots if any(id(p) in self.tensors for p in m.parameters())] or roots
         if not roots:
             return None
         engine = next((e for e in self.engines.values() if _module_of(e) in roots), None)

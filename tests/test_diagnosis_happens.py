@@ -17,6 +17,8 @@ from diagkit.torch_internals import torch_version
 from diagkit.trace import open_trace
 
 HERE = pathlib.Path(__file__).resolve().parent
+# All ranks of all scenarios run within the first test's fixture.
+pytestmark = pytest.mark.timeout(900)
 LAYER = ("norm", "mlp.up", "mlp.down")
 ALL = [
     "embed.weight",
@@ -53,7 +55,7 @@ class Ran:
 def ran(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("scenarios")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-    subprocess.run([sys.executable, str(HERE / "diagnosis_ranks.py"), str(folder)], env=env, check=True, timeout=280)
+    subprocess.run([sys.executable, str(HERE / "diagnosis_ranks.py"), str(folder)], env=env, check=True, timeout=800)
     return Ran(folder, json.loads((folder / "results.json").read_text()))
 
 

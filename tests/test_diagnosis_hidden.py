@@ -15,6 +15,8 @@ from diagkit.diagnosis import diagnose
 from diagkit.trace import open_trace
 
 HERE = pathlib.Path(__file__).resolve().parent
+# All ranks of all scenarios run within the first test's fixture.
+pytestmark = pytest.mark.timeout(900)
 #: Names that only one generation of FSDP2 has: hiding what is not there hides nothing.
 EITHER = {"FSDPState._fsdp_param_group", "FSDPState._fsdp_param_groups"}
 
@@ -23,7 +25,7 @@ EITHER = {"FSDPState._fsdp_param_group", "FSDPState._fsdp_param_groups"}
 def ran(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("hidden")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-    subprocess.run([sys.executable, str(HERE / "hidden_ranks.py"), str(folder)], env=env, check=True, timeout=200)
+    subprocess.run([sys.executable, str(HERE / "hidden_ranks.py"), str(folder)], env=env, check=True, timeout=800)
     return folder, json.loads((folder / "results.json").read_text())
 
 

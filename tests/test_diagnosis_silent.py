@@ -17,6 +17,8 @@ from diagkit.trace import open_trace
 from diagkit.trace.schema import DETAILS
 
 HERE = pathlib.Path(__file__).resolve().parent
+# All ranks of all scenarios run within the first test's fixture.
+pytestmark = pytest.mark.timeout(900)
 
 CONTROLS = [
     "pinned_policy",
@@ -51,7 +53,7 @@ class Ran:
 def run(folder: pathlib.Path, *only: str) -> Ran:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
     subprocess.run(
-        [sys.executable, str(HERE / "healthy_ranks.py"), str(folder), *only], env=env, check=True, timeout=290
+        [sys.executable, str(HERE / "healthy_ranks.py"), str(folder), *only], env=env, check=True, timeout=800
     )
     return Ran(folder, json.loads((folder / "results.json").read_text()))
 

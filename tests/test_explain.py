@@ -14,6 +14,8 @@ import pytest
 from diagkit.torch_internals import torch_version
 
 HERE = pathlib.Path(__file__).resolve().parent
+# All ranks of all cases run within the first test's fixture.
+pytestmark = pytest.mark.timeout(900)
 
 # Case -> the hazard to blame.
 HAZARDS = {
@@ -79,7 +81,7 @@ SAME_TEXT = {
 def answers(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("explain")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-    subprocess.run([sys.executable, str(HERE / "explain_ranks.py"), str(folder)], env=env, check=True, timeout=280)
+    subprocess.run([sys.executable, str(HERE / "explain_ranks.py"), str(folder)], env=env, check=True, timeout=800)
     return dict(json.loads((folder / "results.json").read_text()))
 
 

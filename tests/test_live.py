@@ -1,0 +1,120 @@
+"""`dk.inspect` and `dk.explain` in this very process: plain models, engines of any make, and no exception at all."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import diagkit as dk
+from diagkit.errors import UsageError
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.name = "mine"
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.opt = torch.optim.AdamW(self.net.parameters())
+
+
+def test_a_plain_model_has_a_table_and_nothing_to_find() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    found = dk.inspect(model)
+    assert not found.findings and found.prediction is None
+    text = repr(found)
+    assert "no residency hazard found" in text
+    assert "{0,1}.{weight,bias} ×4" in text and "cpu" in text
+    assert "<table>" in found._repr_html_() and "no residency hazard found" in found._repr_html_()
+
+
+def test_an_engine_of_any_make_is_looked_into() -> None:
+    found = dk.inspect(Engine())
+    assert len(found.table.lines) >= 1
+    assert {row.name for row in found.trace.rows if row.kind == "parameter"} == {
+        "0.weight", "0.bias", "1.weight", "1.bias",
+    }  # fmt: skip
+    assert any(row.kind == "optimizer" for row in found.trace.rows)
+
+
+def test_several_models_are_told_apart() -> None:
+    found = dk.inspect({"actor": nn.Linear(1, 1), "critic": nn.Linear(1, 1)})
+    assert {row.model for row in found.trace.rows} == {"actor", "critic"}
+
+
+@pytest.mark.parametrize("thing", [3, "model", object(), [], {}, None])
+def test_nothing_to_inspect(thing: object) -> None:
+    with pytest.raises(UsageError, match="nothing to inspect"):
+        dk.inspect(thing)
+
+
+def test_meta_parameters_are_found_in_any_model() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    (finding,) = dk.inspect(model).findings
+    assert finding.code == "DK104" and finding.names == ("weight", "bias")
+
+
+def test_no_exception_to_explain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("last_exc", "last_value"):
+        monkeypatch.delattr(sys, name, raising=False)
+    with pytest.raises(UsageError, match="no exception to explain"):
+        dk.explain()
+
+
+def test_the_last_exception_of_a_session_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        torch.zeros(2) @ torch.zeros(3)
+    except RuntimeError as error:
+        kept = error
+    monkeypatch.setattr(sys, "last_exc" if sys.version_info >= (3, 12) else "last_value", kept, raising=False)
+    found = dk.explain()
+    assert found.code is None and "RuntimeError" in found.error and "test_live.py" in found.where
+
+
+class Nasty:
+    """Everything about it raises."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise ZeroDivisionError(name)
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def test_objects_that_raise_at_every_touch_are_passed_over() -> None:
+    nasty = Nasty()
+    loop: list[object] = [nasty]
+    loop.append(loop)
+    text = "Attempted to set the storage of a tensor on device cpu to a storage on different device npu:0"
+
+    def fail(thing: object, things: list[object], deep: dict[str, object]) -> None:
+        raise RuntimeError(text)
+
+    try:
+        fail(nasty, loop, {"a": {"b": {"c": loop}}})
+    except RuntimeError as error:
+        found = dk.explain(error)
+    assert found.code is None and found.notes
+    assert dk.explain(Mute()).code is None
+
+
+def test_explaining_keeps_nothing_alive() -> None:
+    import gc
+    import weakref
+
+    model = nn.Linear(2, 2)
+    gone = weakref.ref(model)
+    try:
+        model(torch.zeros(3, 3))
+    except RuntimeError as error:
+        dk.explain(error)
+    del model
+    gc.collect()
+    assert gone() is None
