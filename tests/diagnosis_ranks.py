@@ -99,6 +99,8 @@ def dk101(lab: Lab) -> None:
         with rec.phase("move"):
             culprits.load_model_to_device(bench.model, "npu")
         lab.look("live", bench)
+        inspection = dk.inspect(bench.model, bench.optimizer)
+        lab.answer["text"], lab.answer["html"] = repr(inspection), inspection._repr_html_()
         lab.fails(rec, "save", bench.model.state_dict)
         with rec.phase("remedy"):
             _mend(bench)

@@ -203,3 +203,18 @@ def test_a_finding_says_everything_that_it_must(ran: Ran) -> None:
     text = str(finding)
     assert "culprits.py" in text and "load_model_to_device" in text and "all 2" in text
     assert json.dumps(finding.to_json())
+
+
+def test_an_inspection_shows_where_what_is_wrong_and_what_comes_next(ran: Ran) -> None:
+    text, page = ran.answers["dk101"][1]["text"], ran.answers["dk101"][1]["html"]
+    for said in (
+        "rank 1 of 2, simulated npu",
+        "layers.{0,1}.norm.{weight,bias} ×4      npu:1     cpu pinned  SPLIT",
+        "1 finding (simulated accelerator): DK101",
+        "what each next operation does (measured on torch",
+        "state_dict                 raises 'Attempted to set the storage",
+    ):
+        assert said in text, text
+    assert len(text.splitlines()) < 45
+    assert "cpu · pinned" in page and "DK101" in page and "what each next operation does" in page
+    assert page.count("<table>") == page.count("</table>") and "<script" not in page

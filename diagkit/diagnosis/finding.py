@@ -214,7 +214,7 @@ class Findings(list[Finding]):
     def _repr_html_(self) -> str:
         head, *rest = repr(self).splitlines()[:1] or [""]
         parts = [f"<div class='diagkit-findings'><b>{html.escape(head)}</b>", *rest]
-        for f in self:
+        for n, f in enumerate(self):
             where = html.escape("; ".join(f.where[:3])) + (" …" if len(f.where) > 3 else "")
             cells = [
                 ("where", f"<code>{where}</code> {html.escape(f.residency)}"),
@@ -230,7 +230,8 @@ class Findings(list[Finding]):
                 for k, v in cells
             )
             title = html.escape(f"{f.code} {f.title} [{f.severity}]")
-            parts.append(f"<details><summary>{title}</summary><table>{body}</table></details>")
+            opened = "" if n else " open"
+            parts.append(f"<details{opened}><summary>{title}</summary><table>{body}</table></details>")
         parts += [f"<p>note: {html.escape(note)}</p>" for note in self.notes]
         parts += [f"<p>not readable on this torch: {html.escape(problem)}</p>" for problem in self.problems[:8]]
         return "".join(parts) + "</div>"
