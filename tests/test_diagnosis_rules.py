@@ -251,6 +251,13 @@ def test_an_operation_that_begins_on_a_split_is_a_fault_unless_it_builds_the_mod
         assert not diagnose(begun)
 
 
+def test_a_model_on_meta_is_a_fault_when_it_is_used_not_when_it_is_being_built() -> None:
+    meta = parameter("meta", "meta")
+    assert not diagnose(story((ENTER, 1, "materialise", meta), (CALL, 1, "", HEALTHY), (EXIT, 1, "", None)))
+    assert diagnose(story((ENTER, 1, "materialise", meta), (EXIT, 1, "", None))).codes == ("DK104",)
+    assert diagnose(story((ENTER, 1, "train", meta), (CALL, 1, "", HEALTHY), (EXIT, 1, "", None))).codes == ("DK104",)
+
+
 def test_a_failure_makes_the_split_a_fault_only_if_it_speaks_of_it() -> None:
     def failing(text: str) -> RankTrace:
         return story(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diagkit.diagnosis.finding import Finding, Findings
+from diagkit.diagnosis.finding import Finding, Findings, printable
 from diagkit.diagnosis.operation import likely, ordered
 from diagkit.diagnosis.rule import Rule, find_rules
 from diagkit.diagnosis.signatures import said
@@ -87,7 +87,7 @@ class Explanation:
         if self.next:
             lines += ["", "To be sure:", *(f"  {step}" for step in self.next)]
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     def _repr_html_(self) -> str:
         if not self.findings:

@@ -129,7 +129,7 @@ class Finding:
             out.append(f"  next: and {len(bad) - width} more operations that fail or go wrong")
         out.append(f"  remedy: {self.remedy}")
         out += [f"  call: {line}" for line in self.call.splitlines()]
-        return out
+        return [printable(line) for line in out]  # traces come from strangers
 
 
 def patterns(names: Iterable[str]) -> list[str]:
@@ -223,7 +223,7 @@ class Findings(list[Finding]):
                 *([("cause", f"<code>{html.escape(str(f.cause))}</code>")] if f.cause else []),
                 *(("next", html.escape(str(c))) for c in f.consequences if c.outcome not in ("ok", "unknown")),
                 ("remedy", html.escape(f.remedy)),
-                *([("call", f"<code>{html.escape(f.call)}</code>")] if f.call else []),
+                *([("call", f"<code>{'<br>'.join(map(html.escape, f.call.splitlines()))}</code>")] if f.call else []),
             ]
             body = "".join(
                 f"<tr><th style='text-align:left;vertical-align:top'>{k}</th><td style='text-align:left'>{v}</td></tr>"

@@ -24,8 +24,9 @@ def left_on_meta(it: Subject) -> bool:
 
     Seen in: pytorch #164554 #132721 #104026
 
-    Detected by: facts, when an initialisation or a load has ended, or when another operation begins.
+    Detected by: facts, when a phase has ended, or when one begins that uses the values.
 
     Severity: later; now at the first forward.
     """
-    return it.home == "meta"
+    uses = ("train", "eval", "save", "export", "")  # a phase of another name may be the one that gives it memory
+    return it.home == "meta" and it.world.about_to in uses
