@@ -154,3 +154,110 @@ def test_after_torch_it_adds_at_most_thirty_milliseconds(first: str, tmp_path: p
     )
     best = min(float(python(code, tmp_path / "runs").stdout) for _ in range(3))
     assert best <= 30, f"{best:.1f} ms"
+
+
+FAULTS = """
+import diagkit.run.watch as watch, diagkit.capture.attachment as attachment, diagkit.run.engines as engines
+from diagkit.run.door import Door, open_door
+from diagkit.run.options import Options
+import sys, warnings
+warnings.simplefilter("ignore")
+
+def fault(*args, **kwargs):
+    raise RuntimeError("a fault of ours")
+
+class Engine:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = fully_shard(torch.nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+    def train_batch(self):
+        loss = self.model(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+    def export(self):
+        return ((name, tensor) for name, tensor in self.model.state_dict().items())
+    def save(self):
+        raise KeyError("the job's own")
+
+def job():
+    engine = Engine()
+    found = [engine.train_batch(), engine.train_batch(), [name for name, _ in engine.export()]]
+    try:
+        engine.save()
+    except KeyError as error:
+        found.append(str(error))
+    return found
+
+expected = job()
+places = [(owner, name) for owner, names in NAMES.items() for name in names]
+for owner, name in places:
+    holder = eval(owner)
+    original = vars(holder)[name]
+    setattr(holder, name, fault)
+    door = open_door(Options(out=sys.argv[1] + name, engines=("__main__:Engine",)), explains=True)
+    got = job()
+    setattr(holder, name, original)
+    door.close()
+    assert got == expected, (owner, name, got)
+    if job() != expected:
+        print("left behind", owner, name)
+print(len(places))
+"""
+NAMES = {
+    "watch.Watch": ["wants", "before", "after", "_settle", "_take_optimizers", "_start", "_label", "ready", "engine"],
+    "watch": ["start", "run_name", "role_of", "_roots", "_may_train", "_name_of", "attach", "QuietWatch"],
+    "attachment": ["models_of", "optimizers_of", "followed"],
+    "engines": ["role_of"],
+    "Door": ["_begin", "_options", "_failed", "_made", "_cover_hook"],
+}
+
+
+def test_a_fault_of_ours_anywhere_never_reaches_the_job(tmp_path: pathlib.Path) -> None:
+    code = SHARD + f"NAMES = {NAMES!r}\n" + FAULTS
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    words = [sys.executable, "-c", code, str(tmp_path / "runs")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{sum(map(len, NAMES.values()))}\n"
+
+
+def test_actor_and_critic_in_one_process_are_told_apart_by_the_names_that_the_job_gives_them(
+    tmp_path: pathlib.Path,
+) -> None:
+    from diagkit.trace import open_trace
+
+    make = "fully_shard(torch.nn.Linear(3, 2), mesh=init_device_mesh('cpu', (1,)))"
+    code = f"import diagkit.auto\n{SHARD}actor, critic = {make}, {make}\n"
+    code += "critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)\n"
+    code += "actor_optimizer = torch.optim.AdamW(actor.parameters(), lr=0.1)\nactor.state_dict()\n"
+    assert python(code, tmp_path).returncode == 0
+    trace = open_trace(tmp_path)[0]
+    assert [row.model for row in trace.rows if row.kind == "fsdp_group"] == ["actor", "critic"]
+    assert {row.name: row.model for row in trace.rows if row.kind == "optimizer"} == {"SGD": "critic", "AdamW": "actor"}
+    facts = [trace.facts[trace.state(-1).facts[row.id]] for row in trace.rows if row.kind == "optimizer"]
+    assert [(one.dead, one.missing) for one in facts] == [(0, 0), (0, 0)]  # type: ignore[union-attr]
+
+
+def test_layers_that_were_sharded_without_their_root_are_one_model(tmp_path: pathlib.Path) -> None:
+    from diagkit.trace import open_trace
+
+    code = f"import diagkit.auto\n{SHARD}net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))\n"
+    code += "for layer in net: fully_shard(layer, mesh=init_device_mesh('cpu', (1,)))\nnet(torch.ones(1, 3))\n"
+    assert python(code, tmp_path).returncode == 0
+    trace = open_trace(tmp_path)[0]
+    assert {row.model for row in trace.rows} == {"net"}
+    assert [row.name for row in trace.rows if row.kind == "fsdp_group"] == ["0", "1", "2"]
+
+
+def test_an_optimizer_from_before_sharding_is_found_and_is_dead(tmp_path: pathlib.Path) -> None:
+    from diagkit.trace import open_trace
+
+    code = f"import diagkit.auto\n{SHARD}optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    code += "fully_shard(model, mesh=init_device_mesh('cpu', (1,)))\nmodel(torch.ones(1, 3))\n"
+    assert python(code, tmp_path).returncode == 0
+    trace = open_trace(tmp_path)[0]
+    (row,) = [row for row in trace.rows if row.kind == "optimizer"]
+    facts = trace.facts[trace.state(-1).facts[row.id]]
+    assert (facts.dead, facts.missing) == (2, 2)  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from diagkit.capture.begin import start
-from diagkit.capture.follow import followed
+from diagkit.capture.follow import Phase, Watch, followed
 from diagkit.capture.parts import models_of, optimizers_of
 from diagkit.capture.recorder import Recorder
 from diagkit.errors import TraceError, UsageError
@@ -145,7 +145,12 @@ class Attachment:
     @property
     def recorder(self) -> Recorder | None:
         """The recorder, None where it has not begun yet."""
-        return self._given if isinstance(self._given, Recorder) else self._given()
+        if isinstance(self._given, Recorder):
+            return self._given
+        try:
+            return self._given()
+        except Exception:  # whoever gives it tells of its own faults
+            return None
 
     @property
     def trace(self) -> RankTrace:
@@ -239,7 +244,7 @@ class Attachment:
         if name in _CONTEXTS or inspect.iscoroutinefunction(cover.original):
             block = functools.partial(recorder.phase, cover.phase, label)
             result = cover.original(*args, **kwargs)
-            return followed(result, block, watch, contexts=name in _CONTEXTS)
+            return self._followed(result, block, watch, contexts=name in _CONTEXTS)
         self._look()
         self.working += 1
         try:
@@ -254,7 +259,14 @@ class Attachment:
         finally:
             self.working -= 1
         handed = functools.partial(recorder.phase, cover.phase, f"{label}: consumed")
-        return followed(result, handed, watch, contexts=False)
+        return self._followed(result, handed, watch, contexts=False)
+
+    def _followed(self, result: Any, phase: Phase, watch: Watch, contexts: bool) -> Any:
+        try:
+            return followed(result, phase, watch, contexts)
+        except Exception as error:  # a type whose copy cannot be made: the engine's own result is what counts
+            self._trouble("following a result", error)
+            return result
 
     def _exported(self, recorder: Recorder, tensors: Iterator[Any]) -> Iterator[Any]:
         try:

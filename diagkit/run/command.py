@@ -84,7 +84,7 @@ def foreign() -> None:
         if error is None or well(error):
             say(end_text(watch))
         else:
-            say(hard_coded(error) or failure_text(watch, error))
+            say(hard_coded(error) or failure_text(watch, error, "" if door is None else door.fault))
         if error is not None and door is not None:
             door.close()
 

@@ -116,8 +116,9 @@ class Door:
             self.watch = None
 
     def _wait(self, module: str, callback: Callable[[], None]) -> None:
-        self._waiting.append(callback)
-        when_imported(module, callback)
+        shielded = functools.partial(self._safely, callback)
+        self._waiting.append(shielded)
+        when_imported(module, shielded)
 
     def _set_trigger(self) -> None:
         from diagkit import torch_internals
@@ -127,11 +128,11 @@ class Door:
             return
         cls = getattr(sys.modules[_FSDP2], "FSDPParamGroup", None)
         if cls is not None:
-            self._trigger = Trigger(cls, self._safely_begin)
+            self._trigger = Trigger(cls, functools.partial(self._safely, self._begin))
 
-    def _safely_begin(self) -> None:
+    def _safely(self, step: Callable[[], None]) -> None:
         try:
-            self._begin()
+            step()
         except Exception as error:  # a fault of ours: the job goes on, and hears of it once
             self.fault = f"{type(error).__name__}: {error}"
             with contextlib.suppress(Exception):
@@ -176,7 +177,7 @@ class Door:
             self._classes.append(cls)
 
     def _made(self, engine: Any) -> None:
-        self._safely_begin()
+        self._safely(self._begin)
         if self.watch is not None:
             self.watch.engine(engine)
 
@@ -208,4 +209,4 @@ class Door:
         # The parent's recorder belongs to the parent.
         if self._open and self.watch is not None and "torch" in sys.modules:
             self.watch = None
-            self._safely_begin()
+            self._safely(self._begin)

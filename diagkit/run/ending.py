@@ -42,11 +42,13 @@ def well(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
-def failure_text(watch: Watch | None, error: BaseException) -> str:
-    """The lines to print after an exception's traceback. Never raises."""
+def failure_text(watch: Watch | None, error: BaseException, fault: str = "") -> str:
+    """The lines to print after an exception's traceback; ``fault`` is why nothing was recorded. Never raises."""
     recorder = None if watch is None else watch.recorder
     if recorder is None or recorder.path is None:
         # An exit code alone is no crash, and a script that never met FSDP2 has nothing to explain.
+        if fault:
+            return f"diagkit: nothing was recorded: {fault}\n"
         said = "diagkit: no FSDP2 model was seen in this process, so there is no trace\n"
         return "" if isinstance(error, SystemExit) else said
     path = recorder.path
