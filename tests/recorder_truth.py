@@ -89,21 +89,22 @@ DOINGS: dict[str, Do] = {
 }
 
 
+#: Every storage that was ever seen, so that no address is used twice.
+held: list[torch.UntypedStorage] = []
+
+
 def truth(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Any]]:
-    """``kind/name/part`` -> metadata device, storage device, type, pinned, wants gradients."""
+    """``kind/name/part`` -> metadata device, storage device, type, pinned, wants gradients, address of its storage."""
     found: dict[str, list[Any]] = {}
 
     def say(kind: str, name: str, part: str, tensor: torch.Tensor) -> None:
         local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-        place = local.untyped_storage().device
+        storage = local.untyped_storage()
+        held.append(storage)
+        place = storage.device
         pinned = local.is_pinned() if place.type == "cpu" else None
-        found[f"{kind}/{name}/{part}"] = [
-            str(tensor.device),
-            str(place),
-            str(tensor.dtype),
-            pinned,
-            tensor.requires_grad,
-        ]
+        facts = [str(tensor.device), str(place), str(tensor.dtype), pinned, tensor.requires_grad]
+        found[f"{kind}/{name}/{part}"] = [*facts, storage._cdata]
 
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
