@@ -173,7 +173,8 @@ class _Run:
                     self._judge(entry)
                 elif entry.why == "begins":
                     self._judge(entry, due_only=True)
-                dirty = dirty and not entry.resting
+                # What begins may be forgiven something that is a fault where it ends.
+                dirty = dirty and (not entry.resting or entry.why == "begins")
         for keys in self.open.values():
             for key in set(keys.values()):
                 self.found[key].lasting = True
