@@ -191,13 +191,16 @@ class _Run:
             facts[:] = [ABSENT] * len(facts)
         for change in moment.changes:
             end = change.start + change.count
+            kept = set()  # facts from which this one is no news
             if moment.key or self._may_carry_on(change.facts):
-                for row in range(change.start, end):
-                    old = before[row]
-                    if old != change.facts and not self._same_trouble(old, change.facts):
-                        since[row] = moment.index
-            else:
+                olds = set(before[change.start : end])
+                kept = {old for old in olds if old == change.facts or self._same_trouble(old, change.facts)}
+            if not kept:
                 since[change.start : end] = [moment.index] * change.count
+            elif kept != olds:
+                for row in range(change.start, end):
+                    if before[row] not in kept:
+                        since[row] = moment.index
             facts[change.start : end] = [change.facts] * change.count
 
     def _may_carry_on(self, number: int) -> bool:
@@ -223,6 +226,8 @@ class _Run:
             if not entry.resting and not world.said.intersection(rule.says):
                 continue
             held[rule.code] = keys = self._keys(rule, rows, entry)
+            if keys is self.open.get(rule.code) and entry.why != "failed":
+                continue  # nothing new: told already, for the same rows
             for key in dict.fromkeys(keys.values()):
                 hit = self.found.get(key)
                 if hit is None:
