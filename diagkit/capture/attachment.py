@@ -270,7 +270,7 @@ class Attachment:
 
     def _exported(self, recorder: Recorder, tensors: Iterator[Any]) -> Iterator[Any]:
         try:
-            yield from recorder.exported(tensors)
+            yield from recorder.exported(tensors, self.label)
         except BaseException as error:
             self._failed(error)
             raise

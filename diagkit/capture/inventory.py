@@ -334,10 +334,10 @@ class Inventory:
         inner = None if tensor is None else internals.innermost(tensor)
         return None if inner is None else StorageWeakRef(inner.untyped_storage())
 
-    def exported(self, readings: list[tuple[str, Shape, Key, int]]) -> list[Change]:
+    def exported(self, readings: list[tuple[str, Shape, Key, int]], label: str | None = None) -> list[Change]:
         """Makes rows for tensors that were handed out (name, global shape, key, storage); what changed by them."""
         live = {self._storages[row] for kind, block in self._blocks if kind == PARAMETER for row in block}
-        label = self._label()
+        label = next((model.label for model in self.models if model.label == label), self._label())
         readings = [reading for reading in readings if self._wants(reading[0])]
         self._add(
             (Row(0, EXPORT, label, name, shape=shape, of=self._index.get((PARAMETER, label, name, ""))), Handed())

@@ -149,8 +149,9 @@ class Recorder:
         """A snapshot of everything now, under this label."""
         self._safely("mark", self._moment, MARK, label, EVERYTHING)
 
-    def exported(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Passes (name, tensor) pairs through one by one, reads where each tensor lives, keeps none."""
+    def exported(self, tensors: Iterable[tuple[str, Any]], label: str | None = None) -> Iterator[tuple[str, Any]]:
+        """Passes (name, tensor) pairs of the model with this label (default: the first) through one by one, reads
+        where each tensor lives, keeps none."""
         readings: list[_Reading] = []
         try:
             for pair in tensors:
@@ -159,15 +160,15 @@ class Recorder:
                 del pair
                 yield box.pop()  # so that the consumer alone decides how long it lives
         finally:
-            self._safely("export", self._exported, readings)
+            self._safely("export", self._exported, readings, label)
 
     def _look(self, pair: tuple[str, Any], readings: list[_Reading]) -> None:
         if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor):
             with quiet():
                 readings.append((str(pair[0]), tuple(pair[1].shape), *read(pair[1])))
 
-    def _exported(self, readings: list[_Reading]) -> None:
-        self._unwritten.append(self._inventory.exported(readings))
+    def _exported(self, readings: list[_Reading], label: str | None) -> None:
+        self._unwritten.append(self._inventory.exported(readings, label))
         self._write(CALL, f"export: {len(readings)} tensors")
 
     def failed_outside(self, error: BaseException) -> None:
