@@ -85,7 +85,9 @@ class Inspection:
 
 
 def _measured(prediction: Prediction) -> str:
-    return f"what each next operation does ({prediction.label or f'measured on torch {prediction.torch}'}):"
+    return (
+        f"what each next operation does ({prediction.label or f'from a table measured on torch {prediction.torch}'}):"
+    )
 
 
 def inspect(model: object, optimizer: Any = None) -> Inspection:

@@ -208,10 +208,10 @@ def test_a_finding_says_everything_that_it_must(ran: Ran) -> None:
 def test_an_inspection_shows_where_what_is_wrong_and_what_comes_next(ran: Ran) -> None:
     text, page = ran.answers["dk101"][1]["text"], ran.answers["dk101"][1]["html"]
     for said in (
-        "rank 1 of 2, simulated npu",
+        "rank 1 (of 0..1), simulated npu",
         "layers.{0,1}.norm.{weight,bias} ×4      npu:1     cpu pinned  SPLIT",
         "1 finding (simulated accelerator): DK101",
-        "what each next operation does (measured on torch",
+        "what each next operation does (from a table measured on torch",
         "state_dict                 raises 'Attempted to set the storage",
     ):
         assert said in text, text

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from diagkit.diagnosis.finding import Finding, Findings
 from diagkit.diagnosis.judge import Hit, Judge
 from diagkit.diagnosis.predictions import consequences
-from diagkit.diagnosis.words import evidence, name_of, residency_text, resting_buffers
+from diagkit.diagnosis.words import as_of, evidence, name_of, residency_text, resting_buffers
 from diagkit.trace import RankTrace, Trace
 from diagkit.trace.schema import Cause, Failure
 
@@ -89,6 +89,7 @@ def _finding(hits: list[Hit], world_size: int, failure: Failure | None) -> Findi
         lasting=any(hit.lasting for hit in hits),
         failure=f"{exception.type}: {exception.message}" if exception else "",
         model=first.rank.rows[next(iter(first.facts))].model,
+        as_of=as_of(first),
     )
 
 

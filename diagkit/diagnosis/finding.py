@@ -44,6 +44,7 @@ class Finding:
     follows: str = ""  # code of the finding that this one merely follows from
     failure: str = ""  # the exception that it explains, "RuntimeError: ..."
     model: str = "model"
+    as_of: str = ""  # "as phase save began": when the consequences hold; "" for a live look, where it is now
 
     @property
     def code(self) -> str:
@@ -93,6 +94,7 @@ class Finding:
             "cause": None if self.cause is None else _cause(self.cause),
             "failure": self.failure,
             "follows": self.follows,
+            "as_of": self.as_of,
             "lasting": self.lasting,
             "consequences": [
                 {"operation": c.operation, "outcome": c.outcome, "text": c.text, "source": c.source}
@@ -124,7 +126,7 @@ class Finding:
         if self.cause is not None:
             out.append(f"  cause: {self.cause}")
         bad = [c for c in self.consequences if c.outcome not in ("ok", "unknown")]
-        out += [f"  next: {c}" for c in bad[:width]]
+        out += [f"  next, {self.as_of}: {c}" if self.as_of else f"  next: {c}" for c in bad[:width]]
         if len(bad) > width:
             out.append(f"  next: and {len(bad) - width} more operations that fail or go wrong")
         out.append(f"  remedy: {self.remedy}")
@@ -221,6 +223,7 @@ class Findings(list[Finding]):
                 ("ranks", html.escape(ranks_text(f.ranks, f.world_size))),
                 *(("seen", html.escape(line)) for line in f.evidence),
                 *([("cause", f"<code>{html.escape(str(f.cause))}</code>")] if f.cause else []),
+                *([("next", html.escape(f"in the state {f.as_of}:"))] if f.as_of and f.consequences else []),
                 *(("next", html.escape(str(c))) for c in f.consequences if c.outcome not in ("ok", "unknown")),
                 ("remedy", html.escape(f.remedy)),
                 *([("call", f"<code>{'<br>'.join(map(html.escape, f.call.splitlines()))}</code>")] if f.call else []),
@@ -244,7 +247,7 @@ def ranks_text(ranks: tuple[int, ...], world_size: int) -> str:
     '0..2, 5 of 8'
     """
     if len(ranks) == world_size:
-        return f"all {world_size}" if world_size > 1 else "0 of 1" if ranks == (0,) else f"{ranks[0]}"
+        return f"all {world_size}" if world_size > 1 else "0, the only one" if ranks == (0,) else f"{ranks[0]}"
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

@@ -135,6 +135,22 @@ def _why(hit: Hit) -> str:
     }[hit.judged.why]
 
 
+def as_of(hit: Hit) -> str:
+    """When the state was so whose next operations are predicted; "" for a live look, where that is now.
+
+    A hazard of an engine and the split it leads to stand in one list and speak of two states: before and after.
+    """
+    phase = hit.rank.phases.get(hit.judged.moment.phase)
+    name = f"phase {phase.name}" if phase and phase.name else "this part"
+    failure = hit.judged.moment.failure
+    return {
+        "ends": f"when {name} ended",
+        "begins": f"when {name} began",
+        "failed": f"when {failure.operation if failure else name} failed",
+        "last": "" if is_look(hit.rank) else "when the trace ended",
+    }[hit.judged.why]
+
+
 def moment_text(rank: RankTrace, moment: Moment) -> str:
     """``"Module._apply in phase save"``."""
     phase = rank.phases.get(moment.phase)

@@ -13,7 +13,16 @@ from diagkit.trace.patterns import compress
 from diagkit.trace.reader import RankTrace
 from diagkit.trace.schema import BUFFER, PARAMETER, Moment, Residency, Row
 
-__all__ = ["ResidencyLine", "ResidencyTable"]
+__all__ = ["ResidencyLine", "ResidencyTable", "rank_of"]
+
+
+def rank_of(rank: int, world_size: int) -> str:
+    """Which rank: "rank 1 of 2" reads as the first of two, and ranks count from 0.
+
+    >>> rank_of(1, 2), rank_of(0, 1)
+    ('rank 1 (of 0..1)', '1 rank')
+    """
+    return f"rank {rank} (of 0..{world_size - 1})" if world_size > 1 else "1 rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,7 @@ class ResidencyTable:
         pairs = ((row, rank.facts[facts[row.id]]) for row in rank.rows if row.kind in wanted)
         header = rank.header
         device = f"simulated {header.device}" if header.simulated else header.device
-        title = f"rank {header.rank} of {header.world_size}, {device}, torch {header.torch or '?'}"
+        title = f"{rank_of(header.rank, header.world_size)}, {device}, torch {header.torch or '?'}"
         if len(rank.moments) > 1:
             title += f", at “{rank.moments[index].label}”"
         return cls.of(((row, f) for row, f in pairs if isinstance(f, Residency)), title, header.simulated)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from diagkit.errors import UsageError
 from diagkit.trace.merged import Trace
 from diagkit.trace.reader import RankTrace
+from diagkit.trace.schema import Moment
 from diagkit.views import cells, palette, words
 from diagkit.views.figure import ViewFigure
 from diagkit.views.lines import Line, Page, gather
@@ -64,7 +65,7 @@ def residency_map(
 
     Args:
         trace: a trace, or one rank of it.
-        rank: whose; the rank that failed first, else the lowest, unless given.
+        rank: whose; unless given, the lowest of those that met the first failure, else the lowest.
         phase: only this phase, by name.
         moments: at most so many moments, or the indices of those to show.
         only: tensors whose names match this shell pattern, or one of these, or hold the text; None for all.
@@ -132,7 +133,18 @@ def _rank_of(trace: Trace | RankTrace, rank: int | None) -> RankTrace:
     if rank is not None:
         return trace[rank]
     failure = trace.first_failure
-    return failure[0] if failure else next(iter(trace))
+    if failure is None:
+        return next(iter(trace))
+    # Which rank's clock was first is chance: the same run should give the same picture.
+    return next((one for one in trace if any(_alike(m, failure[1]) for m in one.moments)), failure[0])
+
+
+def _alike(moment: Moment, first: Moment) -> bool:
+    """Whether it is the same failure, on whatever rank."""
+    mine, its = moment.failure, first.failure
+    if mine is None or its is None or moment.phase != first.phase:
+        return False
+    return (mine.type, mine.operation, mine.handled) == (its.type, its.operation, its.handled)
 
 
 def _draw(
@@ -201,7 +213,7 @@ def _head(scene: Scene, title: str, around: str, verdict: Verdict | None) -> flo
         y += 3
         for part in wrap(verdict.sentence, room, 13, 2):
             y += 18
-            scene.add(Text(MARGIN, y, part, 13, palette.GOOD if verdict.good else palette.BAD, tip=verdict.sentence))
+            scene.add(Text(MARGIN, y, part, 13, _tone(verdict), tip=verdict.sentence))
     y += 3
     for part in wrap(around, room, 11.5, 2):
         y += 16
@@ -209,16 +221,21 @@ def _head(scene: Scene, title: str, around: str, verdict: Verdict | None) -> flo
     return y + 20
 
 
+def _tone(verdict: Verdict) -> str:
+    """Alarm where something failed; a split that nothing has met is told in plain ink."""
+    return palette.GOOD if verdict.good else palette.BAD if verdict.failed else palette.INK
+
+
 def _panel_heads(scene: Scene, panels: Sequence[Panel], y: float) -> float:
     bottom = y
     for panel in panels:
-        colour = palette.GOOD if panel.verdict.good else palette.BAD
+        colour = _tone(panel.verdict)
         scene.add(Text(panel.left, y + 12, shorten(panel.name, panel.width, 15, True), 15, bold=True))
         at = y + 14
         if panel.own:
             at += 15
             scene.add(Text(panel.left, at, shorten(panel.own, panel.width, 11), 11, palette.MUTED, tip=panel.own))
-        for part in wrap(words.panel_verdict(panel.verdict), panel.width, 12, 4):
+        for part in wrap(words.panel_verdict(panel.verdict), panel.width, 12, 8):
             at += 17
             scene.add(Text(panel.left, at, part, 12, colour, tip=panel.verdict.sentence))
         bottom = max(bottom, at)

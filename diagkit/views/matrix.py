@@ -197,13 +197,14 @@ def _outcome(data: Mapping[str, Any]) -> Outcome:
     flags = {"policy": "", "both": " (both flags)", "manual": " (no policy)"}.get(
         str(data.get("flags") or "policy"), ""
     )
+    operation = {"move": "move + state_dict"}.get(str(data["operation"]), data["operation"])  # as the demo does
     outcome = clean(str(data["outcome"]))
     detail = str(data.get("exported") or "")
     return Outcome(
         clean(str(data.get("group") or "")),
         clean(str(data["engine"])),
         clean(str(data["revision"]) + (f" without {', '.join(without)}" if without else "")),
-        clean(f"{data['operation']}{flags}"),
+        clean(f"{operation}{flags}"),
         outcome,
         "" if outcome == "ok" else clean(str(exception or "")),
         clean(f"on {detail}" if detail else str(data.get("detail") or "")),
@@ -221,6 +222,13 @@ def _title(found: Sequence[Outcome]) -> str:
     def failing(revision: str) -> str:
         mine = [cell for cell in found if cell.revision == revision]
         bad = sum(cell.outcome != "ok" for cell in mine)
+        whole = {c.operation for c in mine} - {c.operation for c in mine if c.outcome == "ok"}
+        if (
+            revision != revisions[0]
+            and 0 < bad < len(mine)
+            and all(c.outcome == "ok" or c.operation in whole for c in mine)
+        ):  # what fails, fails everywhere: its name tells more than a number
+            return f"only {' and '.join(sorted(whole))} still fail{'s' if len(whole) == 1 else ''}"
         return f"{bad or 'none'} of {len(mine)} operations fail{'s' if bad == 1 else ''}"
 
     def at(revision: str) -> str:

@@ -82,7 +82,7 @@ def tell(
     only: str | Iterable[str] | None = None,
 ) -> Story:
     """The story of one rank: of all phases or those of one name; at most so many moments, or just those of these
-    indices.
+    indices; tensors in the order of ``kinds``.
 
     Raises:
         UsageError: no such phase or moment, an unknown kind, or nothing to show.
@@ -91,6 +91,7 @@ def tell(
     if unknown := [kind for kind in kinds if kind not in TENSOR_KINDS]:
         raise UsageError("unknown kind of tensor", found=unknown[0], expected=f"one of {', '.join(TENSOR_KINDS)}")
     rows = [row for row in rank.rows if row.kind in kinds and (only is None or named(row.name, only))]
+    rows.sort(key=lambda row: kinds.index(row.kind))
     chosen = _moments_of(rank, phase)
     if not rows or not chosen:
         raise UsageError("nothing to show", found=f"{len(rows)} tensors, {len(chosen)} moments", where=rank.path)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diagkit.trace.schema import EXIT, PARAMETER, EngineFacts, Failure, GroupFacts, device_type
+from diagkit.trace.table import rank_of
 from diagkit.views.scene import clean
 from diagkit.views.story import Column, Story
 
@@ -18,12 +19,16 @@ __all__ = ["Run", "Verdict", "context", "judge", "short_call", "split_runs"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``title`` answers where and when, ``sentence`` says what came of it, ``short`` is a title for narrow places."""
+    """``title`` answers where and when, ``sentence`` says what came of it, ``short`` is a title for narrow places.
+
+    ``good``: nothing is wrong. ``failed``: an operation failed; a split that nothing has met is neither.
+    """
 
     title: str
     sentence: str
     short: str
     good: bool
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ def judge(story: Story) -> Verdict:
         where = failure.phase.name or "the run"
         short = f"{where} fails, with metadata and bytes together"
         title = f"{_capital(where)} fails while metadata and bytes of {_all(story)} agree"
-        return Verdict(title, raised, short, False)
+        return Verdict(title, raised, short, False, True)
     title, short = _healthy(story)
     sentence = "No split and no failure."
     if runs:
@@ -75,7 +80,7 @@ def judge(story: Story) -> Verdict:
 
 def context(story: Story) -> str:
     """The circumstances: ``"VeOmniEngine · CPUOffloadPolicy(pin_memory=True) · torch 2.13.0 · simulated npu · rank 0
-    of 2"``.
+    (of 0..1)"``.
     """
     rank, words = story.rank, []
     engine = next((facts.type for facts in rank.facts if isinstance(facts, EngineFacts) and facts.type), "")
@@ -90,7 +95,7 @@ def context(story: Story) -> str:
     if rank.header.torch:
         words.append(f"torch {rank.header.torch}")
     words.append(f"simulated {rank.header.device}" if rank.header.simulated else rank.header.device)
-    words.append(f"rank {rank.rank} of {rank.header.world_size}")
+    words.append(rank_of(rank.rank, rank.header.world_size))
     return clean(" · ".join(word for word in words if word))
 
 
@@ -106,10 +111,21 @@ def _split(story: Story, run: Run, raised: str) -> Verdict:
     places = f": metadata says {pair.metadata}, the bytes are on {pair.storage}" if pair else ""
     return Verdict(
         f"In {phase}, {call} splits {many}{places}",
-        f"Then {raised}" if raised else "No operation has failed on them in this trace.",
+        f"Then {raised}" if raised else _unmet(columns, run),
         f"{phase} splits {many}",
         False,
+        bool(raised),
     )
+
+
+def _unmet(columns: Sequence[Column], run: Run) -> str:
+    """What became of a split on which nothing has failed."""
+    if run.end + 1 == len(columns):
+        return "No operation has failed on them in this trace."
+    mended = columns[run.end + 1]
+    by = clean(mended.moment.label) if mended.moment.cause is None else _call(mended)
+    where = f" in {clean(mended.phase.name)}" if mended.phase.name else ""
+    return f"No operation has failed on them in this trace; {by}{where} mended them."
 
 
 def _healthy(story: Story) -> tuple[str, str]:

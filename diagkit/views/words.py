@@ -71,7 +71,10 @@ def _moment_words(column: Column) -> tuple[str, str]:
     if moment.kind == CALL and moment.cause is not None:
         call = _known_call(moment.cause)
     elif moment.kind == FAILURE and moment.failure is not None:
-        call = f"{short_call(moment.failure.operation or moment.label)} raises"
+        name = short_call(moment.failure.operation or moment.label)
+        if name == phase:  # a phase that is one call has its name
+            return "", f"{name} raises"
+        call = f"{name} raises"
     return (f"{phase}:" if phase else "", call)
 
 

@@ -38,7 +38,7 @@ OPERATIONS = (
 #: How an error or a silent fault is told.
 ERRORS: Mapping[str, str] = {
     "set_storage": "raises 'Attempted to set the storage of a tensor ... to a storage on different device'",
-    "materialized": "raises 'FSDP parameters should be materialized on CPU'",
+    "materialized": "raises 'FSDP parameters should be materialized on CPU' (no forward has run yet)",
     "grad_device": "raises 'attempting to assign a gradient with device type ...'",
     "same_device": "raises 'Expected all tensors to be on the same device'",
     "swap": "raises 'Couldn't swap ...'",
@@ -75,7 +75,7 @@ class Cell:
         told = ERRORS.get(self.error, f"raises '{self.error}'" if self.outcome in ("crash", "blocked") else self.error)
         return {
             "ok": told or "works",
-            "blocked": f"is not reached: the pass before it {told}",
+            "blocked": f"is not reached: the pass before it {told.partition(' (')[0]}",
             "depends": f"depends on the model: where forward does not move its buffers itself it {told}",
         }.get(self.outcome, told)
 

@@ -45,10 +45,11 @@ def flag_disagrees(it: Subject) -> bool:
     How to see it: The engine's code reads the flag, the instance has none or has False, and the groups' policy is
     `CPUOffloadPolicy`.
 
-    Remedy: Set the flag from the policy itself, where the policy is made; read it with a default. An engine so old that
-    its save or export asks no flag needs the guard as well.
+    Remedy: Set the flag from the policy itself, where the policy is made; read it with a default. The flag alone does
+    nothing for a save or an export that does not ask it: such an operation needs the guard as well (for verl's FSDP
+    engine, export asks since #6463 and save since #6604; for its VeOmni engine both since #7103).
 
-    Call: engine._uses_fsdp2_cpu_offload_policy = True
+    Call: engine._uses_fsdp2_cpu_offload_policy = True  # helps only where save and export ask for it
 
     Seen in: verl #6604 #7103
 
