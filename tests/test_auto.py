@@ -261,3 +261,22 @@ def test_an_optimizer_from_before_sharding_is_found_and_is_dead(tmp_path: pathli
     (row,) = [row for row in trace.rows if row.kind == "optimizer"]
     facts = trace.facts[trace.state(-1).facts[row.id]]
     assert (facts.dead, facts.missing) == (2, 2)  # type: ignore[union-attr]
+
+
+def test_a_model_goes_when_the_job_lets_it_go(tmp_path: pathlib.Path) -> None:
+    code = f"import diagkit.auto\n{SHARD}{USE}import gc, weakref\n"
+    code += "gone = [weakref.ref(model), weakref.ref(optimizer)]\ndel model, optimizer\ngc.collect()\n"
+    code += "print([one() for one in gone])"
+    result = python(code, tmp_path)
+    assert (result.stdout, result.stderr) == ("[None, None]\n", "")
+
+
+def test_a_recorder_of_the_jobs_own_beside_it_sees_the_same(tmp_path: pathlib.Path) -> None:
+    from diagkit.trace import open_trace
+
+    code = f"import diagkit.auto, diagkit as dk\n{SHARD}{USE}"
+    code += f"with dk.record(model, out={str(tmp_path / 'own')!r}) as recorder:\n    model.double()\n"
+    assert python(code, tmp_path / "runs").returncode == 0
+    for folder in ("own", "runs"):
+        moves = [m for m in open_trace(tmp_path / folder)[0].moments if m.label == "Module.double"]
+        assert [move.cause.chain[0] for move in moves] == ["Module.double"]  # type: ignore[union-attr]

@@ -20,6 +20,9 @@ from typing import Any
 
 from diagkit.errors import UsageError
 
+_HOME = os.path.dirname(os.path.dirname(__file__))
+_OBSERVERS = tuple(os.path.join(_HOME, room) + os.sep for room in ("capture", "run"))
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -106,6 +109,25 @@ def execute(program: Program, ended: Callable[[BaseException | None], None]) -> 
     ended(None)
 
 
+def _without_ours(error: BaseException | None) -> None:
+    """Takes the frames of our observers out of a traceback, and of those of the exceptions that it came from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        while error.__traceback__ is not None and _ours(error.__traceback__):
+            error.__traceback__ = error.__traceback__.tb_next
+        at = error.__traceback__
+        while at is not None:
+            while at.tb_next is not None and _ours(at.tb_next):
+                at.tb_next = at.tb_next.tb_next
+            at = at.tb_next
+        error = error.__cause__ or error.__context__
+
+
+def _ours(traceback: TracebackType) -> bool:
+    return traceback.tb_frame.f_code.co_filename.startswith(_OBSERVERS)
+
+
 def _strip_when_shown(code: types.CodeType | None, ended: Callable[[BaseException | None], None]) -> None:
     """Has whatever hook the script chose show the traceback from the script's own first frame on."""
     hook = sys.excepthook
@@ -116,6 +138,7 @@ def _strip_when_shown(code: types.CodeType | None, ended: Callable[[BaseExceptio
             inner = inner.tb_next
         # Without a frame of the script's it was a syntax error of its own, which Python shows without a frame.
         error.__traceback__ = inner
+        _without_ours(error)
         try:
             hook(kind, error, inner)
         finally:
