@@ -24,8 +24,10 @@ from recorder_far_away import FSDPEngine
 from recorder_world import begin, device, end, sharded, train_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import diagkit as dk
+from diagkit import torch_internals as internals
 from diagkit.capture import Recorder, start
 from diagkit.lab.models import DecoderConfig, TinyDecoder
 
@@ -153,8 +155,8 @@ def cuda(model: nn.Module, rec: Recorder) -> str:
     with rec.phase("move"):
         try:
             model.cuda()  # here: cuda
-        except AssertionError as error:
-            return str(error)
+        except (AssertionError, RuntimeError) as error:  # no CUDA in this torch, or no driver
+            return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
@@ -293,13 +295,14 @@ def gone(folder: pathlib.Path) -> dict[str, list[bool]]:
         model.cpu()
         if recorder and way == "after":
             recorder.close()
-        [group] = model._get_fsdp_state()._fsdp_param_groups
+        [group] = internals.state_groups(model._get_fsdp_state())
         parameter = group.fsdp_params[0]
         storage = parameter.sharded_param._local_tensor.untyped_storage()
-        refs = [weakref.ref(thing) for thing in (model, group, parameter, parameter.sharded_param, storage, optimizer)]
+        refs = [weakref.ref(thing) for thing in (model, group, parameter, parameter.sharded_param, optimizer)]
+        storage_ref = StorageWeakRef(storage)
         del model, optimizer, group, parameter, storage
         gc.collect()
-        told[way] = [ref() is None for ref in refs]
+        told[way] = [*(ref() is None for ref in refs), storage_ref.expired()]
         if recorder:
             recorder.close()
     return told

@@ -25,6 +25,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn.modules import module as modules  # noqa: E402
 from torch.optim import optimizer as optimizers  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
@@ -467,11 +468,11 @@ def test_nothing_watched_is_kept_alive_while_recording_or_after() -> None:
             model.load_state_dict({"no": torch.ones(1)})
         model.double()
     gone = [weakref.ref(thing) for thing in (model, model[0], optimizer, model[0].weight, model[1].running_mean)]
-    storage = model[0].weight.untyped_storage()
-    freed = weakref.ref(storage)
-    del model, optimizer, storage
+    freed = StorageWeakRef(model[0].weight.untyped_storage())
+    del model, optimizer
     gc.collect()
-    assert [ref() for ref in (*gone, freed)] == [None] * 6
+    assert [ref() for ref in gone] == [None] * 5
+    assert freed.expired()
     recorder.mark("empty")
     trace = trace_of(recorder)
     assert trace.troubles == []

@@ -211,10 +211,17 @@ def test_a_call_that_raises_is_told_once_with_its_cause_on_its_way_up(run: Run) 
 
 def test_the_exception_that_reaches_the_caller_is_the_jobs_own(run: Run) -> None:
     for told in run.told:
-        assert told["cuda"] == "Torch not compiled with CUDA enabled"
         assert told["interrupted"] == "by hand"
         assert told["fails_afterwards"][1] == "fails_afterwards"  # type: ignore[index]
         assert told["retries"] == 3
+
+
+def test_a_move_that_fails_is_told_with_the_jobs_own_exception(run: Run) -> None:
+    for told, trace in zip(run.told, run.trace("cuda"), strict=True):
+        [failed] = trace.failures
+        assert failed.failure is not None and failed.cause is not None and failed.cause.frame is not None
+        assert told["cuda"] == f"{failed.failure.type}: {failed.failure.message}"
+        assert (failed.cause.chain, failed.cause.frame.line) == (("Module.cuda",), line_of("cuda")[1])
 
 
 def test_failures_at_one_address_are_told_each(run: Run) -> None:

@@ -93,6 +93,8 @@ def add(listener: Listener) -> None:
     """Puts the patches in, if they are not, and tells the listener from now on."""
     global _listeners
     with _lock:
+        if listener in _listeners and len(sys.modules) == _modules:
+            return
         if listener not in _listeners:
             _listeners = (*_listeners, listener)
         install()
@@ -167,6 +169,9 @@ class Patch:
             if not patch.awake or (quick is not None and quick(*args)):
                 return original(*args, **kwargs)
             outer: Call | None = getattr(_here, "call", None)
+            inner = outer is not None and outer.operation is operation and outer.outer is None
+            if inner and len(outer.told) >= len(_listeners):  # type: ignore[union-attr]
+                return original(*args, **kwargs)  # a module's call on its children: everybody knows already
             try:
                 call = _begin(operation, args, outer)
             except Exception as error:
