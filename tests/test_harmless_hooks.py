@@ -286,6 +286,23 @@ def test_an_interrupt_that_strikes_inside_ours_goes_to_the_job_and_recording_goe
     assert trace.problems == []
 
 
+class Engine:
+    def save(self) -> None: ...
+
+    @staticmethod
+    def load() -> None: ...
+
+    class Inner:
+        def move(self) -> None: ...
+
+
+def test_a_method_is_named_with_its_class_where_its_code_does_not_know_it() -> None:
+    from diagkit.capture.cause import searched_name
+
+    found = [searched_name(f.__code__) for f in (Engine.save, Engine.load, small, nn.Linear.forward)]
+    assert found == ["Engine.save", "Engine.load", "small", "Linear.forward"]
+
+
 # ---- the job's own results
 
 

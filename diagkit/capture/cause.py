@@ -6,12 +6,15 @@ every local alive for as long as the frame runs.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import linecache
 import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 import torch
 
@@ -40,6 +43,9 @@ _MACHINERY = tuple(
 #: Where the methods of nn.Module are defined, also those that a plug-in adds as plain functions.
 _MODULE_FILES = (os.path.join("nn", "modules", "module.py"), os.path.join("torch_npu", "utils", "_module.py"))
 _kinds: dict[str, str] = {}
+#: Causes made lately: a training loop calls from the same lines again and again.
+MEMORY = 64
+_known: dict[tuple[Any, ...], tuple[Cause, list[CodeType]]] = {}
 #: Other tools' wrappers around what is observed: whoever called what they wrap is the one to name. So it is with a
 #: module's own `_apply`, which PyTorch calls.
 pass_through: set[CodeType] = set()
@@ -79,8 +85,15 @@ def from_stack(operation: str, nested: Iterable[str], target: str, base: int, fr
             inside = False
         found.append((frame.f_code, frame.f_lineno, inside))
         frame = frame.f_back
-    found.reverse()
-    return _cause(operation, nested, target, found, known_base=base != 0)
+    key = (operation, tuple(nested), target, base != 0, *((id(code), line, inside) for code, line, inside in found))
+    known = _known.get(key)
+    if known is None:
+        found.reverse()
+        if len(_known) >= MEMORY:
+            _known.clear()
+        # The codes are kept with it, so that their ids stay theirs.
+        known = _known[key] = (_cause(operation, nested, target, found, base != 0), [code for code, _, _ in found])
+    return known[0]
 
 
 def from_traceback(operation: str, traceback: TracebackType | None, target: str = "") -> Cause:
@@ -184,10 +197,25 @@ def _frame(code: CodeType, line: int) -> Frame:
 
 
 def _name(code: CodeType) -> str:
-    name: str = getattr(code, "co_qualname", code.co_name)  # co_qualname: Python 3.11
+    name: str = getattr(code, "co_qualname", None) or searched_name(code)  # co_qualname: Python 3.11
     name = name.rpartition("<locals>.")[2]
     if name == "wrap_module_to":  # what `torch.utils.generate_methods_for_privateuse1_backend` makes
         name = torch._C._get_privateuse1_backend_name()
     elif "." in name or not code.co_filename.endswith(_MODULE_FILES):
         return name
     return f"Module.{name}"
+
+
+@functools.lru_cache(maxsize=1024)
+def searched_name(code: CodeType) -> str:
+    """``"FSDPEngine.save_checkpoint"``, found among the classes of the module that the code comes from; for Python
+    3.10, whose code objects do not know it."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) != code.co_filename:
+            continue
+        for cls in [value for value in vars(module).values() if isinstance(value, type)]:
+            for function in vars(cls).values():
+                function = inspect.unwrap(getattr(function, "__func__", function))
+                if getattr(function, "__code__", None) is code:
+                    return f"{cls.__qualname__}.{code.co_name}"
+    return code.co_name
