@@ -12,11 +12,14 @@ from collections.abc import Callable
 import pytest
 from matplotlib.image import imread
 from matplotlib.text import Text
-from traces import SPLIT_MESSAGE, decoder_names, engine_trace, unlike_names
+from traces import SPLIT_MESSAGE, Rank, cause, decoder_names, engine_trace, on, unlike_names
 
 from diagkit.errors import UsageError
 from diagkit.trace.merged import Trace
+from diagkit.trace.reader import RankTrace
+from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, Failure
 from diagkit.views import ViewFigure, before_after, outcome_matrix, residency_map
+from diagkit.views.palette import BAD, INK
 from diagkit.views.story import tell
 from diagkit.views.verdict import judge
 
@@ -90,6 +93,56 @@ def test_the_title_states_the_answer(options: dict[str, bool], title: str, sente
     verdict = judge(tell(trace[0]))
     assert (verdict.title, verdict.sentence, verdict.good) == (title, sentence, good)
     assert residency_map(trace).title == title
+
+
+def moved_and_healed(fails: bool = False) -> RankTrace:
+    """Three phases: a move that splits, state_dict, and a move back."""
+    rank = Rank(decoder_names(1))
+    write, healthy, split = rank.writer.moment, on("cpu", True), on("npu:0", True, "cpu")
+    write(ENTER, "move: enter", 1, [*rank.parameters(healthy), *rank.others()], key=True, begins={"name": "move"})
+    write(CALL, "Module._apply", 1, rank.parameters(split), cause=cause("Module.to"))
+    write(EXIT, "move: exit", 1, [])
+    write(ENTER, "state_dict: enter", 2, [], begins={"name": "state_dict"})
+    if fails:
+        failure = Failure("RuntimeError", SPLIT_MESSAGE, "Module.state_dict")
+        write(FAILURE, "Module.state_dict", 2, [], failure=failure)
+    write(EXIT, "state_dict: exit", 2, [])
+    write(ENTER, "heal: enter", 3, [], begins={"name": "heal"})
+    write(CALL, "Module._apply", 3, rank.parameters(healthy), cause=cause("Module.cpu"))
+    write(EXIT, "heal: exit", 3, [])
+    return rank.read()
+
+
+def test_a_split_that_nothing_met_is_told_without_alarm_and_so_is_what_mended_it() -> None:
+    figure = residency_map(moved_and_healed())
+    sentence = "No operation has failed on them in this trace; Module.cpu in heal mended them."
+    assert next(text.colour for text in figure.scene.texts() if text.text == sentence) == INK
+    failed = residency_map(moved_and_healed(fails=True))
+    assert next(text.colour for text in failed.scene.texts() if text.text.startswith("Then state_dict")) == BAD
+
+
+def test_a_phase_that_is_one_call_is_named_once() -> None:
+    words = residency_map(moved_and_healed(fails=True)).to_text()
+    assert "  state_dict raises [" in words and "state_dict: state_dict" not in words
+
+
+def test_of_ranks_that_fail_alike_the_lowest_is_shown_whoever_was_first() -> None:
+    trace = engine_trace(ranks=3)
+    assert trace.first_failure is not None
+    late = Trace({rank: trace.ranks[rank] for rank in (2, 1, 0)})
+    assert "rank 0 (of 0..2)" in residency_map(late).to_text()
+    only = Trace({0: engine_trace(guarded=True, ranks=3)[0], 1: trace[1], 2: trace[2]})
+    assert "rank 1 (of 0..2)" in residency_map(only).to_text()
+
+
+def test_a_narrow_panel_tells_the_whole_failure() -> None:
+    figure = before_after(engine_trace(), engine_trace(guarded=True), phase="save", width=600)
+    assert not [text.text for text in figure.scene.texts() if "…" in text.text and text.size == 12]
+
+
+def test_tensors_stand_in_the_order_of_the_kinds_that_were_asked_for() -> None:
+    words = residency_map(engine_trace(), kinds=("buffer", "parameter")).to_text()
+    assert words.index("inv_freq") < words.index("embed_tokens")
 
 
 def test_a_map_says_that_the_accelerator_is_simulated() -> None:
@@ -195,6 +248,16 @@ def test_the_matrix_tells_equal_failures_once_and_says_what_is_left() -> None:
         "",
         f"[1] RuntimeError: {SPLIT_MESSAGE}",
     ]
+
+
+def test_the_matrix_names_what_still_fails_where_it_fails_everywhere() -> None:
+    move = {**CRASH, "operation": "move"}
+    ok = {"engine": "fsdp", "operation": "save", "outcome": "ok", "revision": "current"}
+    cells = [{**CRASH, "revision": "before"}, {**move, "revision": "before"}, ok, {**move, "revision": "current"}]
+    title = "Before the fix, 2 of 2 operations fail; in the current code, only move + state_dict still fails"
+    assert outcome_matrix(cells).title == title
+    elsewhere = {**move, "engine": "veomni", "revision": "current", "outcome": "ok"}
+    assert outcome_matrix([*cells, elsewhere]).title.endswith("in the current code, 1 of 3 operations fails")
 
 
 def test_a_cell_that_came_out_otherwise_than_expected_says_so() -> None:

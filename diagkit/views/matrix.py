@@ -232,7 +232,7 @@ def _title(found: Sequence[Outcome]) -> str:
         return f"{bad or 'none'} of {len(mine)} operations fail{'s' if bad == 1 else ''}"
 
     def at(revision: str) -> str:
-        return {"before": "Before the fix", "current": "today"}.get(revision, f"at {revision}")
+        return {"before": "Before the fix", "current": "in the current code"}.get(revision, f"at {revision}")
 
     first = f"{at(revisions[0])}, {failing(revisions[0])}"
     first = first[:1].upper() + first[1:]

@@ -23,7 +23,7 @@ def draw(folder: Path, ranks: int = 2) -> Path:
         group = group_names(launcher.device)[0]
         runs = launcher.run([Experiment("fsdp", revision, "save", group=group) for revision in ("before", "#6604")])
         before, after = (open_trace(run.trace) for run in runs)
-        figure = before_after(before, after, phase="save", names=("Before the fix", "With the guard of #6604"))
+        figure = before_after(before, after, phase="save", names=("Before the fix", "With the guard"))
         print(figure.to_text())
     path = folder / NAME
     folder.mkdir(parents=True, exist_ok=True)
