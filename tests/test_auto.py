@@ -280,3 +280,34 @@ def test_a_recorder_of_the_jobs_own_beside_it_sees_the_same(tmp_path: pathlib.Pa
     for folder in ("own", "runs"):
         moves = [m for m in open_trace(tmp_path / folder)[0].moments if m.label == "Module.double"]
         assert [move.cause.chain[0] for move in moves] == ["Module.double"]  # type: ignore[union-attr]
+
+
+def test_a_forked_child_neither_records_its_parents_model_nor_speaks_on_its_parents_connection(
+    tmp_path: pathlib.Path,
+) -> None:
+    code = f"import diagkit.auto\n{SHARD}{USE}import os, sys\n"
+    code += "if not os.fork():\n    model.state_dict()\n    from diagkit.capture.meeting import agreed\n"
+    code += "    print(agreed('run', 'mine'), flush=True)\n    os._exit(0)\nos.wait()\nmodel.state_dict()\n"
+    result = python(code, tmp_path)
+    assert (result.stdout, result.stderr) == ("mine\n", "")
+    assert len(list(tmp_path.iterdir())) == 1
+    assert recorded(tmp_path).count("Module.state_dict") == 1
+
+
+def test_a_forked_child_that_makes_a_model_of_its_own_leaves_a_trace_of_its_own(tmp_path: pathlib.Path) -> None:
+    code = f"import diagkit.auto\n{SHARD}{USE}import os, sys\n"
+    code += "if not os.fork():\n    other = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh('cpu', (1,)))\n"
+    code += "    other.state_dict()\n    sys.exit(0)\nos.wait()\n"
+    result = python(code, tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_job_that_imports_it_under_diagkit_run_is_recorded_once(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "job.py").write_text("import diagkit.auto\n" + SHARD + USE)
+    words = ["-m", "diagkit", "run", "--out", str(tmp_path / "given"), str(tmp_path / "job.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DIAGKIT_TRACE": str(tmp_path / "variable")}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert recorded(tmp_path / "given")[-1] == "end"
+    assert not (tmp_path / "variable").exists()

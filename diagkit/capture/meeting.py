@@ -12,10 +12,28 @@ from typing import Any
 
 from diagkit import torch_internals as internals
 
+_inherited: Any = None
+
+
+def _forked() -> None:
+    # A child shares its parent's connection to the store: a word of its own would end up in the middle of the parent's.
+    global _inherited
+    _inherited = internals.default_store()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _store() -> Any | None:
+    """The process group's store, if it is this process's own."""
+    store = internals.default_store()
+    return None if store is _inherited else store
+
 
 def agreed(key: str, proposal: str) -> str:
     """The proposal of the rank that came first; our own where there is no process group or its store cannot do it."""
-    store = internals.default_store()
+    store = _store()
     if store is None:
         return proposal
     try:
@@ -50,7 +68,7 @@ def gathered(payload: bytes, seconds: float = 10.0) -> dict[int, bytes] | None:
     (rank 0 asked nobody) its own alone. No collective: a rank that is busy or gone is not waited for forever.
     """
     rank, world = internals.rank_and_world()
-    store = internals.default_store()
+    store = _store()
     if store is None or world == 1:
         return {rank: payload}
     try:

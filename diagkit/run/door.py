@@ -80,6 +80,7 @@ class Door:
         self._classes: list[EngineClass] = []
         self._waiting: list[Callable[[], None]] = []
         self._open = False
+        self._hears_of_forks = False
 
     def open(self) -> None:
         """Waits for what is to be watched."""
@@ -91,8 +92,6 @@ class Door:
             if not (module and name):
                 continue
             self._wait(module, functools.partial(self._engine_class, module, name))
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forked)
 
     def close(self) -> None:
         """Takes everything out again and closes the trace. A second time is harmless."""
@@ -138,7 +137,7 @@ class Door:
             with contextlib.suppress(Exception):
                 warnings.warn(f"diagkit records nothing: {self.fault}. The job goes on.", RuntimeWarning, stacklevel=3)
 
-    def _begin(self) -> None:
+    def _begin(self, forked: bool = False) -> None:
         if self._trigger is not None:
             self._trigger.leave()
             self._trigger = None
@@ -151,7 +150,11 @@ class Door:
             self.close()
             return
         self.watch = Watch(options, self._failed)
-        self.watch.begin()
+        self.watch.begin(forked)
+        if hasattr(os, "register_at_fork") and not self._hears_of_forks:
+            # Not before hooks.py has done so: a child calls them in this order, and hooks.py forgets all listeners.
+            self._hears_of_forks = True
+            os.register_at_fork(after_in_child=self._forked)
         if self._explains and self._hook is None:
             self._cover_hook()
 
@@ -209,4 +212,4 @@ class Door:
         # The parent's recorder belongs to the parent.
         if self._open and self.watch is not None and "torch" in sys.modules:
             self.watch = None
-            self._safely(self._begin)
+            self._safely(functools.partial(self._begin, forked=True))

@@ -50,15 +50,19 @@ class Watch:
         self._pid = os.getpid()
         self._pending = False
         self._left_out = False
+        self._parents: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._roots: list[weakref.ref[nn.Module]] = []
         self._early: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._quiet: QuietWatch | None = None
 
-    def begin(self) -> None:
-        """Listens from now on."""
+    def begin(self, forked: bool = False) -> None:
+        """Listens from now on. In a ``forked`` child the models that are there are the parent's, and not watched."""
         hooks.add(self)
-        # What made us begin may be under way: the first group of the first model.
-        self._pending = True
+        if forked:
+            self._parents.update(internals.all_fsdp_modules())
+        else:
+            # What made us begin may be under way: the first group of the first model.
+            self._pending = True
 
     def end(self, reason: str = "closed") -> None:
         """Takes everything out again and closes the trace. A second time is harmless."""
@@ -161,7 +165,11 @@ class Watch:
         """Watches the models that have been sharded since the last time."""
         self._pending = False
         known = self.recorder
-        modules = [m for m in internals.all_fsdp_modules() if known is None or not known.watches(m)]
+        modules = [
+            m
+            for m in internals.all_fsdp_modules()
+            if m not in self._parents and (known is None or not known.watches(m))
+        ]
         roots = _roots(modules, subject)
         recorder = self.ready() if roots else None
         if recorder is None:
