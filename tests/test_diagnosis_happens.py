@@ -197,6 +197,7 @@ def test_a_finding_says_everything_that_it_must(ran: Ran) -> None:
     finding = ran.findings("dk101_inside_save")[0]
     assert finding.where[0] == "embed.weight" and any("{0,1}" in pattern for pattern in finding.where)
     assert finding.residency == "npu:0/cpu pinned"
+    assert finding.as_of == "when Module.state_dict failed" and f"next, {finding.as_of}: state_dict" in str(finding)
     assert any("the metadata says npu:0, the bytes are in pinned cpu memory" in line for line in finding.evidence)
     assert "verl #5995" in finding.references[0]
     assert finding.remedy and 'model.to("cpu")' in finding.call and finding.detected_by
