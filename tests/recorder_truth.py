@@ -16,9 +16,11 @@ import torch
 from recorder_world import begin, end, sharded, train_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import diagkit as dk
+from diagkit import torch_internals as internals
 
 Optimizer = torch.optim.Optimizer
 Do = Callable[[Any, Optimizer, random.Random], object]
@@ -120,6 +122,24 @@ def truth(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Any]]:
     return found
 
 
+def groups(model: nn.Module) -> dict[str, list[Any]]:
+    """Module -> sharded state, training state and root mark of its FSDP2 group."""
+    found: dict[str, list[Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()  # type: ignore[no-untyped-call]
+            [group] = internals.state_groups(state)
+            found[name] = [group._sharded_state.name.lower(), group._training_state.name.lower(), state._is_root]
+    return found
+
+
+def trained(model: nn.Module, optimizer: Optimizer) -> list[int]:
+    """How many tensors the optimizer holds, and how many trainable ones of the model it does not hold."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    live = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    return [len(held), sum(parameter.requires_grad and id(parameter) not in held for parameter in live)]
+
+
 def main(folder_name: str, seed: str) -> None:
     begin()
     folder = pathlib.Path(folder_name)
@@ -137,7 +157,7 @@ def main(folder_name: str, seed: str) -> None:
                         DOINGS[name](model, optimizer, chance)
                     except Exception as failed:  # on a split model much fails; what is true afterwards counts
                         error = type(failed).__name__
-                done.append([name, error, truth(model, optimizer)])
+                done.append([name, error, truth(model, optimizer), groups(model), trained(model, optimizer)])
         told.append({"done": done})
     end()
     print(json.dumps(told))

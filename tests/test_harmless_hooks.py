@@ -755,6 +755,26 @@ def test_a_folder_that_may_not_be_written_is_one_warning_and_the_job_goes_on(
     assert message.endswith("Name a folder that can be written. The job goes on.")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="torch version: no /dev/full on this system")
+def test_a_job_on_a_full_disk_computes_the_same_with_one_warning(tmp_path: pathlib.Path) -> None:
+    def job() -> list[Any]:
+        model = small()
+        optimizer = torch.optim.AdamW(model.parameters())
+        losses = [step(model, optimizer).item() for _ in range(3)]
+        return [losses, *(tensor.tolist() for tensor in model.double().state_dict().values())]
+
+    bare = job()
+    (tmp_path / "rank-00000.jsonl").symlink_to("/dev/full")
+    watched = small()
+    with pytest.warns(RuntimeWarning) as warned, dk.record(watched, out=tmp_path) as rec:
+        with rec.phase("train"):
+            assert job() == bare
+        watched.double()
+    assert [str(w.message) for w in warned] == [
+        "diagkit cannot write its trace (No space left on device); the job goes on, the trace has a gap"
+    ]
+
+
 def test_something_that_is_no_pair_passes_through_an_export() -> None:
     recorder = memory(small())
     things = ["one", ("two", torch.ones(1)), (1, 2, 3), None]

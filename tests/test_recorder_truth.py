@@ -14,7 +14,7 @@ import pytest
 from ranks import run_ranks
 
 from diagkit.trace import open_trace
-from diagkit.trace.schema import TENSOR_KINDS, Residency
+from diagkit.trace.schema import TENSOR_KINDS, GroupFacts, OptimizerFacts, Residency
 
 HERE = pathlib.Path(__file__).resolve().parent
 MODELS = 8
@@ -43,13 +43,14 @@ def test_the_trace_says_what_is_true(run: Run, model: int, rank: int) -> None:
     assert len(trace.phases) == len(done) + 1
     history: list[str] = []
     before: dict[str, tuple[int, int]] = {}  # address and generation of each storage at the end of the last phase
-    for ordinal, (name, error, true) in enumerate(done, 1):
+    for ordinal, (name, error, true, groups, trained) in enumerate(done, 1):
         phase = trace.phases[ordinal]
         history.append(f"{name} ({error})" if error else name)
         assert phase.name == name and phase.exit is not None
         state = trace.state(phase.exit)
         addresses = {key: value.pop() for key, value in true.items() if len(value) > 1}
         said: dict[str, list[Any]] = {}
+        told: dict[str, list[Any]] = {}
         gathered = [key for key, value in true.items() if value == ["gathered"]]
         for row in trace.rows:
             facts = trace.facts[state.facts[row.id]]
@@ -61,6 +62,11 @@ def test_the_trace_says_what_is_true(run: Run, model: int, rank: int) -> None:
                     facts.pinned,
                     facts.requires_grad,
                 ]
+            elif isinstance(facts, GroupFacts):
+                told[row.name] = [facts.sharded_state, facts.training_state, facts.root]
+            elif isinstance(facts, OptimizerFacts):
+                assert [facts.parameters, facts.missing, facts.dead] == [*trained, 0], history
+        assert told == groups, history
         for key in gathered:  # the trace tells the sharded parameter that stands behind, and what hangs on it
             assert said.pop(key)
             del true[key]
@@ -78,8 +84,8 @@ def test_the_trace_says_what_is_true(run: Run, model: int, rank: int) -> None:
 
 
 def test_much_was_done_and_much_of_it_worked(run: Run) -> None:
-    done = [(name, error) for model in run.told[0] for name, error, _ in model["done"]]
+    done = [(name, error) for model in run.told[0] for name, error, *_ in model["done"]]
     assert len(done) == MODELS * 26
     assert len({name for name, error in done if not error}) > 15
-    states = [true for model in run.told[0] for *_, true in model["done"]]
+    states = [true for model in run.told[0] for _, _, true, *_ in model["done"]]
     assert sum(any(value[0] != value[1] for value in true.values() if len(value) > 1) for true in states) > 10
