@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diagkit.diagnosis.finding import Finding, Findings
+from diagkit.diagnosis.finding import Finding, Findings, ranks_text
 from diagkit.diagnosis.judge import Hit, Judge
 from diagkit.diagnosis.predictions import consequences
-from diagkit.diagnosis.words import as_of, evidence, name_of, residency_text, resting_buffers
+from diagkit.diagnosis.words import as_of, evidence, idle_optimizers, name_of, residency_text, resting_buffers
 from diagkit.trace import RankTrace, Trace
-from diagkit.trace.schema import Cause, Failure
+from diagkit.trace.schema import TENSOR_KINDS, Cause, Failure, Residency
 
 
 def diagnose(trace: Trace | RankTrace, failure: Failure | None = None) -> Findings:
     """The hazards in a trace: of all ranks, or of one (a live look is one rank's trace of one moment).
 
     ``failure`` is an exception that was met in the state with which the trace ends. An empty result means that no
-    rule found anything.
+    rule found anything; its ``blind`` says whether there was anything to look at.
     """
     ranks = [trace] if isinstance(trace, RankTrace) else list(trace)
     judge = Judge()
@@ -29,16 +29,48 @@ def diagnose(trace: Trace | RankTrace, failure: Failure | None = None) -> Findin
         hits += judge.rank(rank, failure)
     if ranks:
         notes.update(dict.fromkeys(resting_buffers(ranks[0])))
+    others = dict.fromkeys(note for rank in ranks for note in idle_optimizers(rank))
+    unseen = [rank for rank in ranks if not _looked_at(rank)]
+    if unseen and len(unseen) < len(ranks):
+        shown = ranks_text(tuple(sorted(rank.rank for rank in unseen)), len(ranks))
+        others[f"no tensor could be looked at on rank {shown}: {_why_blind(unseen[0])}"] = None
     world_size = max((rank.header.world_size for rank in ranks), default=1)
     findings = [_finding(group, world_size, failure) for group in _alike(hits)]
     if any(f.code == "DK501" for f in findings):
         notes.clear()
     return Findings(
         _in_order_of_blame(findings),
-        notes=notes,
+        notes=[*notes, *others],
         simulated=any(rank.header.simulated for rank in ranks),
         problems=_unreadable(ranks),
+        troubles=_troubles(ranks),
+        blind=_why_blind(unseen[0]) if ranks and len(unseen) == len(ranks) else "",
     )
+
+
+def _looked_at(rank: RankTrace) -> bool:
+    """Whether the trace tells anything of any tensor."""
+    return any(isinstance(facts, Residency) for facts in rank.facts) and any(r.kind in TENSOR_KINDS for r in rank.rows)
+
+
+def _why_blind(rank: RankTrace) -> str:
+    if rank.troubles:
+        return f"the recorder itself failed: {rank.troubles[0]}"
+    if rank.problems:
+        return rank.problems[0]
+    chosen = [f"{name} {text}" for name in ("include", "exclude") if (text := rank.header.job.get(f"diagkit.{name}"))]
+    return f"no tensor is left by {', '.join(chosen)}" if chosen else "there is no parameter and no buffer in it"
+
+
+def _troubles(ranks: list[RankTrace]) -> list[str]:
+    """The recorder's own faults, each once with the ranks that told of it."""
+    told: dict[str, list[int]] = {}
+    for rank in ranks:
+        for trouble in dict.fromkeys(rank.troubles):
+            told.setdefault(trouble, []).append(rank.rank)
+    if len(ranks) == 1:
+        return list(told)
+    return [f"{trouble} (rank {ranks_text(tuple(sorted(on)), len(ranks))})" for trouble, on in told.items()]
 
 
 def _alike(hits: Iterable[Hit]) -> list[list[Hit]]:

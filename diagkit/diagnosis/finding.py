@@ -159,7 +159,11 @@ def printable(text: str) -> str:
 
 
 class Findings(list[Finding]):
-    """Findings, the first to blame first. ``notes`` are facts worth knowing that are no fault."""
+    """Findings, the first to blame first. ``notes`` are facts worth knowing that are no fault.
+
+    ``problems`` could not be read, on this torch or because the recorder failed (``troubles``, which they include).
+    ``blind`` says why no tensor at all could be looked at: then an empty list means nothing. "" where one was.
+    """
 
     def __init__(
         self,
@@ -167,11 +171,15 @@ class Findings(list[Finding]):
         notes: Iterable[str] = (),
         simulated: bool = False,
         problems: Iterable[str] = (),
+        troubles: Iterable[str] = (),
+        blind: str = "",
     ) -> None:
         super().__init__(findings)
         self.notes = tuple(notes)
         self.simulated = simulated
-        self.problems = tuple(problems)
+        self.troubles = tuple(troubles)
+        self.problems = (*problems, *self.troubles)
+        self.blind = blind
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -198,11 +206,14 @@ class Findings(list[Finding]):
             "findings": [finding.to_json() for finding in self],
             "notes": list(self.notes),
             "problems": list(self.problems),
+            "blind": self.blind,
         }
 
     def __repr__(self) -> str:
         where = " (simulated accelerator)" if self.simulated else ""
-        if not self:
+        if not self and self.blind:
+            head = printable(f"nothing could be looked at{where}: {self.blind}")
+        elif not self:
             head = f"no residency hazard found{where}"
         else:
             head = f"{len(self)} finding{'s' if len(self) > 1 else ''}{where}: {', '.join(self.codes)}"
@@ -210,8 +221,14 @@ class Findings(list[Finding]):
         for finding in self:
             lines += ["", *finding.lines()]
         lines += [f"note: {note}" for note in self.notes]
-        lines += [f"not readable on this torch: {problem}" for problem in self.problems[:8]]
+        lines += self._unread()
         return "\n".join(lines)
+
+    def _unread(self) -> list[str]:
+        torch = [problem for problem in self.problems if problem not in self.troubles]
+        lines = [f"not readable on this torch: {problem}" for problem in torch[:8]]
+        told = [trouble for trouble in self.troubles if self or trouble not in self.blind]
+        return [*lines, *(printable(f"the recorder itself failed: {trouble}") for trouble in told[:8])]
 
     def _repr_html_(self) -> str:
         head, *rest = repr(self).splitlines()[:1] or [""]
@@ -236,7 +253,7 @@ class Findings(list[Finding]):
             opened = "" if n else " open"
             parts.append(f"<details{opened}><summary>{title}</summary><table>{body}</table></details>")
         parts += [f"<p>note: {html.escape(note)}</p>" for note in self.notes]
-        parts += [f"<p>not readable on this torch: {html.escape(problem)}</p>" for problem in self.problems[:8]]
+        parts += [f"<p>{html.escape(line)}</p>" for line in self._unread()]
         return "".join(parts) + "</div>"
 
 

@@ -13,6 +13,7 @@ from diagkit.trace.schema import (
     EXIT,
     EXPORT,
     GRADIENT,
+    GROUP,
     OPTIMIZER_STATE,
     PARAMETER,
     EngineFacts,
@@ -20,6 +21,7 @@ from diagkit.trace.schema import (
     Failure,
     GroupFacts,
     Moment,
+    OptimizerFacts,
     Residency,
     Row,
     device_type,
@@ -114,13 +116,36 @@ def _engine(facts: EngineFacts, rank: RankTrace) -> str:
 
 
 def _policy(hit: Hit) -> str:
-    groups = [f for f in hit.rank.facts if isinstance(f, GroupFacts)]
-    if not groups:
-        return ""
-    group = groups[0]
+    groups = dict.fromkeys(map(_group_policy, _groups(hit)))
+    return "; ".join(list(groups)[:2]) + (f" and {len(groups) - 2} other policies" if len(groups) > 2 else "")
+
+
+def _group_policy(group: GroupFacts) -> str:
     policy = f"{group.policy}(pin_memory={group.pin_memory})" if group.offload else group.policy or "no offload policy"
     backends = f", process group {group.backends}" if group.backends else ""
     return f"policy {policy}, mesh {group.mesh or '?'}{backends}"
+
+
+def _groups(hit: Hit) -> list[GroupFacts]:
+    """The FSDP groups that own the parameters concerned, or all of the model where none of them has an owner.
+
+    A module whose children own all its parameters has a group without parameters, policy and mesh: never that one.
+    """
+    state = hit.rank.state(hit.judged.moment)
+    known: dict[tuple[str, str], GroupFacts] = {}
+    for row in hit.rank.rows:
+        facts = hit.rank.facts[state.facts[row.id]] if row.kind == GROUP and row.id < len(state.facts) else None
+        if isinstance(facts, GroupFacts) and (facts.parameters or facts.policy):
+            known[row.model, row.name] = facts
+    owners: dict[GroupFacts, None] = {}
+    for row in hit.rows if known else ():
+        name, dot = row.name, "."
+        while (row.model, name) not in known and dot:
+            name, dot, _ = name.rpartition(".")
+        if (row.model, name) in known:
+            owners[known[row.model, name]] = None
+    models = {row.model for row in hit.rows}
+    return list(owners) or [facts for (model, _), facts in known.items() if model in models]
 
 
 def _why(hit: Hit) -> str:
@@ -179,3 +204,16 @@ def resting_buffers(rank: RankTrace) -> Iterator[str]:
         shown = ", ".join(map(str, compress(names)[:3]))
         noun = KINDS[BUFFER][len(names) != 1]
         yield f"{len(names)} {noun} on the CPU ({shown}): no fault if forward moves them itself; if it fails, see DK501"
+
+
+def idle_optimizers(rank: RankTrace) -> Iterator[str]:
+    """A note on optimizers that train nothing of the model: made before `fully_shard` exchanged its parameters."""
+    if not rank.moments:
+        return
+    state = rank.state(rank.moments[-1])
+    for facts in (rank.facts[number] for number in dict.fromkeys(state.facts)):
+        if isinstance(facts, OptimizerFacts) and facts.dead == facts.parameters > 0:
+            yield (
+                f"none of the {facts.type or 'optimizer'}'s {facts.parameters} parameters belongs to this model: "
+                "training does not reach it; build the optimizer after fully_shard"
+            )
