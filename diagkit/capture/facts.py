@@ -106,6 +106,14 @@ class OptimizerWatch:
     known: int = -1  # entries of its state when rows were last made
     _slot: Any = None  # the slot asked for last, and its state: parts of one parameter are read one after another
     _state: Any = None
+    _seen: tuple[list[int], list[list[tuple[int, bool]]]] = ([], [])  # ids of its and of the live parameters last time
+    _facts: OptimizerFacts | None = None
+    _groups: int = -1
+
+    def regrouped(self) -> bool:
+        """Whether its parameter groups have changed in number since `read`."""
+        optimizer = self.optimizer()
+        return optimizer is not None and len(optimizer.param_groups) != self._groups
 
     def state_of(self, slot: Any) -> Any | None:
         """The state of the parameter in this slot, None where there is none. `forget` must follow before long."""
@@ -128,22 +136,24 @@ class OptimizerWatch:
         optimizer = self.optimizer()
         if optimizer is None:
             return None
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._groups = len(optimizer.param_groups)
+        listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        live = [[(id(p), p.requires_grad) for p in model] for model in models]
+        if self._facts is not None and (listed, live) == self._seen:
+            return self._facts
+        held = set(listed)
         alive: set[int] = set()
         its: set[int] = set()
         others: set[int] = set()
-        for live in models:
-            trainable = set()
-            here = set()
-            for p in live:
-                here.add(id(p))
-                if p.requires_grad:
-                    trainable.add(id(p))
+        for model in live:
+            here = {p for p, _ in model}
+            trainable = {p for p, wants_grad in model if wants_grad}
             (others if held.isdisjoint(here) else its).update(trainable)
             alive |= here
         options = optimizer.defaults
         foreach = options.get("foreach")
-        return OptimizerFacts(
+        self._seen = listed, live
+        self._facts = OptimizerFacts(
             type=type(optimizer).__name__,
             parameters=len(held),
             dead=len(held - alive),
@@ -152,6 +162,7 @@ class OptimizerWatch:
             foreach=foreach if isinstance(foreach, bool) else None,
             capturable=bool(options.get("capturable")),
         )
+        return self._facts
 
 
 class EngineWatch:

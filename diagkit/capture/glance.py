@@ -64,10 +64,21 @@ def _gradients(entries: Sequence[Gradient]) -> Signature | None:
     return ("none",) if not any(grad is not None for grad in map(_grad, params)) else None
 
 
+def any_gradient(slots: Sequence[Slot]) -> bool:
+    """Whether one of the parameters in these slots has a gradient."""
+    try:
+        params = [slot.managed().sharded_param for slot in slots]  # type: ignore[misc,union-attr]
+        return any(grad is not None for grad in map(_grad, params))
+    except Exception:
+        return any(Gradient(slot).tensor() is not None for slot in slots)
+
+
 def _states(entries: Sequence[State]) -> Signature:
+    # Nothing but FSDP2 exchanges what is under a DTensor, only of parameters; a moment that moves is another object.
+    # So the object tells, at a fraction of the memory traffic; plain counters are looked at themselves.
     values: list[torch.Tensor] = [entry.watch.state_of(entry.slot)[entry.part] for entry in entries]  # type: ignore[index]
-    inner = [getattr(value, "_local_tensor", value) for value in values]
-    return list(map(_identity, map(_storage, inner))), list(map(_device, values))
+    plain = [value for value in values if type(value) is torch.Tensor]
+    return list(map(id, values)), list(map(_identity, map(_storage, plain))), list(map(_device, plain))
 
 
 _LOOKS: dict[str, Callable[[Any], Signature | None]] = {

@@ -3,8 +3,7 @@
 Nothing watched is kept alive. Modules, FSDP2's records and optimizers are held by weak references; tensors not even
 so, because PyTorch refuses to swap a tensor that has a weak reference (`torch.utils.swap_tensors`, which
 ``model.to()`` uses for DTensors): they are looked up in their module's slot every time. A storage is known by the
-address of its C++ object, which a `StorageWeakRef` keeps from being used again while the bytes themselves are free
-to go.
+address of its C++ object; a `StorageWeakRef` keeps that from being used again while the bytes are free to go.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from diagkit import torch_internals as internals
 from diagkit.capture.changes import merge
-from diagkit.capture.entries import Gradient, Handed, Slot, State
+from diagkit.capture.entries import Gradient, Handed, Slot
 from diagkit.capture.facts import EngineWatch, OptimizerWatch
-from diagkit.capture.glance import STRIDE, Signature, glance
+from diagkit.capture.glance import STRIDE, Signature, any_gradient, glance
 from diagkit.capture.residency import Key, decode, quiet
 from diagkit.capture.subjects import module_of
-from diagkit.capture.survey import Model, Survey, survey
+from diagkit.capture.survey import Model, Survey, states, survey
 from diagkit.trace.schema import (
     ABSENT,
     BUFFER,
@@ -83,6 +82,7 @@ class Inventory:
         self._undefined: list[list[Row]] = []  # rows that the trace has no name for yet
         self.faults: list[str] = []  # what went wrong while reading, as text: an exception would keep tensors alive
         self._glances: dict[int, Signature | None] = {}  # first row of a stride -> its last signature
+        self._other_parameters = True  # since optimizers were last held against the parameters
         self._afresh = False  # read also what a storage that is still the same one cannot change
 
     # ---- what is watched
@@ -259,13 +259,23 @@ class Inventory:
                         if self._shielded(kind, read_row, rows, changes):
                             break
 
+    def _optimizers_may_differ(self) -> bool:
+        """Whether a parameter or a parameter group was exchanged since the optimizers were last held against them."""
+        if not self._afresh and not self._other_parameters and not any(watch.regrouped() for watch in self._optimizers):
+            return False
+        self._other_parameters = False
+        return True
+
     def _worth_reading(self, kind: str, block: range) -> Iterator[int]:
         """The rows of a block, less those at which a glance shows nothing new."""
+        if kind == OPTIMIZER and not self._optimizers_may_differ():
+            return
         for start in range(block.start, block.stop, STRIDE):
             stop = min(start + STRIDE, block.stop)
             signature = None if self._afresh else glance(kind, self._entries[start:stop])
             if signature is None or signature != self._glances.get(start):
                 self._glances[start] = signature
+                self._other_parameters |= kind == PARAMETER
                 yield from range(start, stop)
 
     def _shielded(self, what: str, method: Callable[..., None], *args: Any) -> bool:
@@ -368,7 +378,7 @@ class Inventory:
             first = self.rows[block[0]]
             if (GRADIENT, first.model, first.name, "") in self._index:
                 continue
-            if any(Gradient(self._entries[row]).tensor() is not None for row in block):
+            if any_gradient(self._entries[block.start : block.stop]):
                 rows = [self.rows[row] for row in block]
                 self._add(
                     (Row(0, GRADIENT, r.model, r.name, shape=r.shape, of=r.id), Gradient(self._entries[r.id]))
@@ -384,16 +394,7 @@ class Inventory:
             prefix = f"{number + 1}:" if number else ""
             found: list[tuple[Row, Any]] = []
             for kind, block in self._blocks:
-                if kind != PARAMETER:
-                    continue
-                for row in block:
-                    slot = self._entries[row]
-                    tensor = None if slot.tie else slot.tensor()
-                    state = None if tensor is None else optimizer.state.get(tensor)
-                    owner = self.rows[row]
-                    for part, value in sorted((state or {}).items(), key=lambda item: str(item[0])):
-                        if isinstance(value, torch.Tensor):
-                            shape, label = tuple(value.shape), f"{prefix}{part}"
-                            new = Row(0, OPTIMIZER_STATE, owner.model, owner.name, label, shape, row)
-                            found.append((new, State(watch, slot, part)))
+                if kind == PARAMETER:
+                    for row in block:
+                        found += states(watch, optimizer, self.rows[row], self._entries[row], prefix)
             self._add(found)

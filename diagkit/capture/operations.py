@@ -14,6 +14,7 @@ class Operation:
     name: str  # as people say it: "Module.state_dict"
     scope: str  # what it can change: "model", "states", "structure", "nothing"
     notable: bool = True  # a moment even when nothing changed; otherwise only when something did
+    looks: bool = False  # only reads: it moves nothing itself, though a call inside it may
 
 
 def _initialised(state: Any, *_: Any) -> bool:
@@ -28,12 +29,15 @@ STEP = Operation("Optimizer.step", "states", notable=False)
 SHARD = Operation("fully_shard", "structure", notable=False)
 BUILD = Operation("Optimizer.__init__", "nothing", notable=False)
 
+#: Names of those that only read.
+LOOKS = frozenset(("Module.state_dict", "Optimizer.state_dict", "get_model_state_dict", "get_optimizer_state_dict"))
+
 #: Where the job has not imported the module yet there is nothing to observe in it; `hooks.install` looks again.
 PLACES: tuple[tuple[str, str, str, Operation, Callable[..., bool] | None], ...] = (
     ("torch.nn.modules.module", "Module", "_apply", APPLY, None),
-    ("torch.nn.modules.module", "Module", "state_dict", Operation("Module.state_dict", "model"), None),
+    ("torch.nn.modules.module", "Module", "state_dict", Operation("Module.state_dict", "model", looks=True), None),
     ("torch.nn.modules.module", "Module", "load_state_dict", Operation("Module.load_state_dict", "model"), None),
-    ("torch.optim.optimizer", "Optimizer", "state_dict", Operation("Optimizer.state_dict", "states"), None),
+    ("torch.optim.optimizer", "Optimizer", "state_dict", Operation("Optimizer.state_dict", "states", looks=True), None),
     ("torch.optim.optimizer", "Optimizer", "__init__", BUILD, None),
     ("torch.optim.optimizer", "Optimizer", "load_state_dict", Operation("Optimizer.load_state_dict", "states"), None),
     ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule", "_apply", APPLY, None),
@@ -58,14 +62,14 @@ PLACES: tuple[tuple[str, str, str, Operation, Callable[..., bool] | None], ...] 
         "torch.distributed.checkpoint.state_dict",
         "",
         "_get_model_state_dict",
-        Operation("get_model_state_dict", "model"),
+        Operation("get_model_state_dict", "model", looks=True),
         None,
     ),
     (
         "torch.distributed.checkpoint.state_dict",
         "",
         "_get_optim_state_dict",
-        Operation("get_optimizer_state_dict", "states"),
+        Operation("get_optimizer_state_dict", "states", looks=True),
         None,
     ),
     (

@@ -25,7 +25,7 @@ from diagkit.capture.cause import from_stack, from_traceback, message_of
 from diagkit.capture.changes import exchanged_rows
 from diagkit.capture.hooks import Call
 from diagkit.capture.inventory import EVERYTHING, MODEL, STATES, Inventory
-from diagkit.capture.operations import APPLY, STEP, Operation
+from diagkit.capture.operations import APPLY, LOOKS, STEP, Operation
 from diagkit.capture.residency import Key, quiet, read
 from diagkit.capture.subjects import subject_name
 from diagkit.trace.schema import (
@@ -273,7 +273,10 @@ class Recorder:
                 return
             if operation.scope == "states" and operation is not STEP:
                 self._inventory.forget_states()
-            changes = self._read(_SCOPES[operation.scope], stepped=operation is STEP)
+            if operation.looks and LOOKS.issuperset(call.nested):
+                changes: list[Change] = []  # `before` has just read it all
+            else:
+                changes = self._read(_SCOPES[operation.scope], stepped=operation is STEP)
             if changes or operation.notable:
                 cause = self._cause(call)
                 self._write(CALL, self._label(cause, operation), cause=cause)

@@ -6,12 +6,13 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from diagkit import torch_internals as internals
-from diagkit.capture.entries import Buffer, Slot
-from diagkit.capture.facts import GroupWatch
-from diagkit.trace.schema import BUFFER, GROUP, PARAMETER, Row
+from diagkit.capture.entries import Buffer, Slot, State
+from diagkit.capture.facts import GroupWatch, OptimizerWatch
+from diagkit.trace.schema import BUFFER, GROUP, OPTIMIZER_STATE, PARAMETER, Row
 
 
 @dataclass(slots=True)
@@ -65,3 +66,19 @@ def survey(root: nn.Module, label: str) -> Survey:
             found.buffers.append((row, Buffer(ref, name, id(buffer) in seen)))
             seen.add(id(buffer))
     return found
+
+
+def states(
+    watch: OptimizerWatch, optimizer: torch.optim.Optimizer, owner: Row, slot: Slot, prefix: str
+) -> list[tuple[Row, State]]:
+    """Rows for the tensors that the optimizer holds for the parameter in this slot, by name of the part."""
+    tensor = None if slot.tie else slot.tensor()
+    state = None if tensor is None else optimizer.state.get(tensor)
+    return [
+        (
+            Row(0, OPTIMIZER_STATE, owner.model, owner.name, f"{prefix}{part}", tuple(value.shape), owner.id),
+            State(watch, slot, part),
+        )
+        for part, value in sorted((state or {}).items(), key=lambda item: str(item[0]))
+        if isinstance(value, torch.Tensor)
+    ]
