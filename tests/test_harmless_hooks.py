@@ -32,10 +32,11 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import diagkit as dk  # noqa: E402
-from diagkit.capture import Recorder, hooks, start  # noqa: E402
+from diagkit.capture import Recorder, begin, hooks, start  # noqa: E402
 from diagkit.errors import TraceError, UsageError  # noqa: E402
 from diagkit.trace import RankTrace, open_trace, read_rank  # noqa: E402
 from diagkit.trace.schema import PARAMETER  # noqa: E402
+from diagkit.trace.writer import TraceWriter  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACES = [
@@ -496,6 +497,18 @@ def test_nothing_watched_is_kept_alive_while_recording_or_after() -> None:
     assert set(trace.state(-1).facts) == {0}
 
 
+def test_the_block_of_a_recording_keeps_nothing_alive(tmp_path: pathlib.Path) -> None:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = type("Engine", (), {})()
+    gone = [weakref.ref(thing) for thing in (model, model[0].weight, optimizer, engine)]
+    with dk.record(model, optimizer, out=tmp_path, engine=engine) as rec, rec.phase("train"):
+        step(model, optimizer)
+        del model, optimizer, engine
+        gc.collect()
+        assert [ref() for ref in gone] == [None] * 4
+
+
 def test_exported_tensors_live_as_long_as_the_consumer_lets_them() -> None:
     class Tracked(torch.Tensor):
         pass
@@ -699,6 +712,8 @@ MISTAKES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ),
     ("no model", {"model": "model"}, UsageError, "this cannot be watched: found str"),
     ("a file", {"out": __file__}, TraceError, "cannot write a trace: found File exists"),
+    ("a number for a folder", {"out": 5}, UsageError, "no folder for the trace: found int"),
+    ("no folder", {"out": None}, UsageError, "no folder for the trace: found NoneType"),
 ]
 
 
@@ -773,6 +788,39 @@ def test_a_job_on_a_full_disk_computes_the_same_with_one_warning(tmp_path: pathl
     assert [str(w.message) for w in warned] == [
         "diagkit cannot write its trace (No space left on device); the job goes on, the trace has a gap"
     ]
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_job_that_cannot_be_described_is_recorded_without_its_description(
+    tmp_path: pathlib.Path, writable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    model = small()
+    if not writable:
+        monkeypatch.setattr(begin, "TraceWriter", Unopened)
+    with (
+        contextlib.nullcontext() if writable else pytest.warns(RuntimeWarning, match="records nothing"),
+        dk.record(model, out=tmp_path, job={"endless": endless}) as rec,
+        rec.phase("move"),
+    ):
+        model.double()
+    assert model[0].weight.dtype == torch.float64
+    if writable:
+        [trace] = open_trace(tmp_path)
+        assert list(trace.header.job) == ["undescribed"]
+        assert "RecursionError" in trace.header.job["undescribed"]
+        assert trace.troubles == [] and trace.phases[1].name == "move"
+    else:
+        assert list(tmp_path.iterdir()) == []
+
+
+class Unopened(TraceWriter):
+    """A writer whose file cannot be opened, for a reason nobody thought of."""
+
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> TraceWriter:
+        raise RecursionError("too deep")
 
 
 def test_something_that_is_no_pair_passes_through_an_export() -> None:

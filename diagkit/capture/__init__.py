@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from diagkit.capture.attachment import Attachment, attach
-from diagkit.capture.begin import start
+from diagkit.capture.begin import no_folder, start
 from diagkit.capture.recorder import Recorder
 from diagkit.capture.residency import residency
 from diagkit.trace.reader import RankTrace, read_rank
@@ -41,7 +41,7 @@ def record(
     and reshard, gradients and device copies.
 
     Raises:
-        UsageError: an unknown detail, or something that is no model.
+        UsageError: an unknown detail, something that is no model, or ``out`` that names no folder.
         TraceError: the folder is a file, or holds a trace already (``overwrite=True`` replaces it). A folder that
             cannot be written is a warning, and the block runs unrecorded.
 
@@ -51,7 +51,10 @@ def record(
             with rec.phase("save"):
                 engine.save_checkpoint(path)
     """
+    if out is None:
+        raise no_folder(out)
     recorder = start(model, optimizer, out=out, detail=detail, engine=engine, job=job, overwrite=overwrite)
+    del model, optimizer, engine, job  # this frame lives as long as the block: it must not keep them alive
     try:
         yield recorder
     finally:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
@@ -34,11 +36,13 @@ def start(
     watched; at a size of ``limit`` bytes (0: none) the trace keeps failures only.
 
     Raises:
-        UsageError: unknown detail, or something that is no model.
+        UsageError: unknown detail, something that is no model, or ``out`` that names no folder.
         TraceError: the folder is a file, or holds a trace already. A folder that cannot be written is a warning.
     """
     if detail not in DETAILS:
         raise UsageError("unknown detail", found=detail, expected=", ".join(DETAILS), remedy="Choose one of these")
+    if out is not None and not isinstance(out, (str, os.PathLike)):
+        raise no_folder(out)
     for root in model.values() if isinstance(model, Mapping) else (model,):
         if root is not None and not isinstance(root, nn.Module):
             raise UsageError(
@@ -54,9 +58,21 @@ def start(
     return recorder
 
 
+def no_folder(out: object) -> UsageError:
+    """The error of a caller who gave something else than the trace's folder."""
+    return UsageError(
+        "no folder for the trace", found=type(out).__name__, expected="a path", remedy='Name one: out="runs/a"'
+    )
+
+
 def _header(detail: str, run: str | None, job: Mapping[str, Any] | None) -> Header:
     try:
-        return describe(detail, run, job)
+        header = describe(detail, run, job)
+        try:
+            json.dumps(asdict(header), default=str)
+        except Exception as error:  # what the caller said of the job holds itself, or cannot be copied
+            header = replace(header, job={"undescribed": f"{type(error).__name__}: {error}"[:200]})
+        return header
     except Exception as error:  # what cannot be told about a process is no reason to disturb it
         rank = os.environ.get("RANK", "")
         why = f"{type(error).__name__}: {error}"[:200]
@@ -78,4 +94,4 @@ def _writer(out: str | os.PathLike[str] | None, header: Header, overwrite: bool,
         reason = f"{type(error).__name__}: {error}."
     with contextlib.suppress(Exception):
         warnings.warn(f"diagkit records nothing: {reason} The job goes on.", RuntimeWarning, stacklevel=4)
-    return TraceWriter(NullSink(), header)
+    return TraceWriter(NullSink(), Header(detail=header.detail))  # nothing in it that could fail once more
