@@ -170,3 +170,24 @@ def test_a_script_that_names_cuda_itself_is_told_so(tmp_path: pathlib.Path) -> N
     assert result.stderr.splitlines()[-1].startswith(
         "diagkit: this script names cuda or nccl itself, and the simulated accelerator is 'npu' with 'hccl'. Take the"
     )
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_ranks_that_the_script_starts_itself_are_recorded(moves: bool, tmp_path: pathlib.Path) -> None:
+    words = [str(JOBS / "spawning.py"), str(tmp_path / "meet"), *(["move"] if moves else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", "diagkit", "run", "--simulate", "--out", str(tmp_path / "runs"), *words],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    trace = open_trace(tmp_path / "runs")
+    assert done.returncode == int(moves), done.stderr
+    assert sorted(trace.ranks) == [0, 1]
+    assert done.stderr.splitlines()[-1] == f"diagkit: trace: {trace.path} (simulated accelerator)"
+    assert [finding.code for finding in diagnose(trace)] == ["DK101"] * moves
+    assert ("DK101" in done.stderr) == moves
+    if not moves:
+        assert len(re.findall(r"rank \d has 4 tensors", done.stdout)) == 2
+        assert trace.problems == []

@@ -12,15 +12,17 @@ import sys
 from collections.abc import Sequence
 
 from diagkit.errors import UsageError
+from diagkit.run.arrivals import when_imported
 from diagkit.run.door import Door, open_door
-from diagkit.run.ending import end_text, failure_text, hard_coded, say, well
+from diagkit.run.ending import end_text, failure_text, hard_coded, say, spawned_text, well
 from diagkit.run.options import Options
 from diagkit.run.script import Program, execute, module_program, script_program, set_the_stage
+from diagkit.run.spawned import SpawnCover
 
 _SAID = ("out", "detail", "ranks", "include", "exclude", "limit", "quiet", "engines")
 _WITH_VALUE = {f"--{name}" for name in _SAID}
 
-_prepared: list[tuple[Program, Door | None]] = []
+_prepared: list[tuple[Program, Door | None, SpawnCover]] = []
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,17 +73,22 @@ def main(args: argparse.Namespace) -> int:
     else:
         set_the_stage(os.path.dirname(os.path.abspath(args.script)), [args.script, *args.rest])
         program = script_program(args.script)
-    _prepared[:] = [(program, open_door(options))]
+    spawns = SpawnCover(str(program.module.__file__), options, args.simulate)
+    when_imported("multiprocessing.spawn", spawns.arrived)
+    _prepared[:] = [(program, open_door(options), spawns)]
     return 0
 
 
 def foreign() -> None:
     """Runs what `main` prepared, outside of everything that our command line does with errors."""
-    program, door = _prepared.pop()
+    program, door, spawns = _prepared.pop()
 
     def ended(error: BaseException | None) -> None:
         watch = None if door is None else door.watch
-        if error is None or well(error):
+        folder = spawns.folder()
+        if folder is not None and (watch is None or watch.recorder is None):
+            say(spawned_text(folder, failed=error is not None and not well(error)))
+        elif error is None or well(error):
             say(end_text(watch))
         else:
             say(hard_coded(error) or failure_text(watch, error, "" if door is None else door.fault))

@@ -85,6 +85,20 @@ def end_text(watch: Watch | None) -> str:
     return ""
 
 
+def spawned_text(folder: Path, failed: bool) -> str:
+    """The same for a job whose ranks were processes that it started itself: their trace tells."""
+    try:
+        from diagkit.diagnosis import diagnose
+        from diagkit.trace import open_trace
+
+        trace = open_trace(folder)
+        finding = next((f for f in diagnose(trace) if f.failure), None) if failed else None
+        text = "" if finding is None else "diagkit: " + "\n".join(_lines(finding)) + "\n"
+        return text + f"diagkit: trace: {folder}{' (simulated accelerator)' if trace.simulated else ''}\n"
+    except Exception as fault:
+        return f"diagkit: cannot explain this ({type(fault).__name__}: {fault}); trace: {folder}\n"
+
+
 def say(text: str) -> None:
     """Writes to stderr, if it still takes anything."""
     with contextlib.suppress(Exception):
