@@ -319,5 +319,5 @@ def _live_optimizers(roots: Iterable[nn.Module]) -> list[torch.optim.Optimizer]:
 def _roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules that no other one of them contains."""
     found = {id(m): m for m in modules}
-    inner = {id(child) for m in found.values() for child in m.modules() if child is not m}
+    inner = {id(child) for m in found.values() for _, child in internals.named_modules(m) if child is not m}
     return [m for key, m in found.items() if key not in inner]

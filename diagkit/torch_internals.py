@@ -194,7 +194,7 @@ def fsdp_state(module: nn.Module) -> Any | None:
 
 def has_fsdp(module: nn.Module) -> bool:
     """Whether FSDP2 manages the module or one inside it."""
-    return fsdp_module("_fsdp_state") is not None and any(fsdp_state(m) is not None for m in module.modules())
+    return fsdp_module("_fsdp_state") is not None and any(fsdp_state(m) is not None for _, m in named_modules(module))
 
 
 def all_fsdp_modules() -> list[nn.Module]:
@@ -203,12 +203,27 @@ def all_fsdp_modules() -> list[nn.Module]:
     return [] if known is None else [m for m in list(known) if fsdp_state(m) is not None]
 
 
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``(name, module)`` of the root and all in it, in the order of its method of that name, which a class may have
+    replaced by one that raises or hides something."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("", root)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in seen or not isinstance(module, nn.Module):
+            continue
+        seen.add(id(module))
+        yield name, module
+        dot = f"{name}." if name else ""
+        waiting += [(f"{dot}{key}", child) for key, child in reversed(list(module._modules.items()))]
+
+
 def fsdp_states(root: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """``(name, module, state)`` of each distinct FSDPState under the root."""
     if fsdp_module("_fsdp_state") is None:
         return
     seen: set[int] = set()
-    for name, module in root.named_modules():
+    for name, module in named_modules(root):
         state = fsdp_state(module)
         if state is not None and id(state) not in seen:
             seen.add(id(state))

@@ -35,7 +35,7 @@ import diagkit as dk  # noqa: E402
 from diagkit.capture import Recorder, begin, hooks, start  # noqa: E402
 from diagkit.errors import TraceError, UsageError  # noqa: E402
 from diagkit.trace import RankTrace, open_trace, read_rank  # noqa: E402
-from diagkit.trace.schema import PARAMETER  # noqa: E402
+from diagkit.trace.schema import BUFFER, GRADIENT, OPTIMIZER_STATE, PARAMETER  # noqa: E402
 from diagkit.trace.writer import TraceWriter  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -813,6 +813,74 @@ def test_a_job_that_cannot_be_described_is_recorded_without_its_description(
         assert trace.troubles == [] and trace.phases[1].name == "move"
     else:
         assert list(tmp_path.iterdir()) == []
+
+
+def holding(**slots: Any) -> nn.Module:
+    """A module with these put into its buffers past `register_buffer`, which would refuse some."""
+    module = nn.Module()
+    module._buffers.update(slots)
+    return module
+
+
+class Walled(nn.Module):
+    """A module that lets nobody walk through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 3)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("nobody comes in here")
+
+
+def seventh() -> nn.Module:
+    module = nn.Module()
+    module._parameters[7] = nn.Parameter(torch.zeros(2))  # type: ignore[index]
+    return module
+
+
+def ragged(layout: Any) -> Any:
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+
+
+ODD: list[tuple[str, Callable[[], nn.Module], dict[str, tuple[tuple[int, ...] | None, str | None]]]] = [
+    ("nested", lambda: holding(a=ragged(torch.strided)), {"odd.a": (None, "cpu")}),
+    ("jagged", lambda: holding(a=ragged(torch.jagged)), {"odd.a": (None, "cpu")}),
+    ("lazy", lambda: nn.LazyLinear(3), {"odd.weight": (None, "cpu"), "odd.bias": (None, "cpu")}),
+    ("a number", lambda: holding(a=5), {"odd.a": (None, None)}),
+    ("a number for a name", seventh, {"odd.7": ((2,), "cpu")}),
+    ("walled", Walled, {"odd.inner.weight": ((3, 2), "cpu"), "odd.inner.bias": ((3,), "cpu")}),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "odd"), ODD, ids=[case[0] for case in ODD])
+def test_an_odd_thing_in_a_model_hides_nothing_else(
+    name: str, make: Callable[[], nn.Module], odd: dict[str, tuple[tuple[int, ...] | None, str | None]]
+) -> None:
+    model = nn.Sequential()
+    model.odd = make()
+    model.plain = nn.Linear(4, 6)
+    optimizer = torch.optim.SGD(model.plain.parameters(), momentum=0.9)
+    recorder = memory(model, optimizer)
+    with recorder.phase("train"):
+        model.plain(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        recorder.mark("trained")
+    with recorder.phase("move"):
+        model.plain.double()
+    trace = trace_of(recorder)
+    assert trace.troubles == [] and trace.problems == []
+    state = trace.state(-1)
+    found = {row.name: row for row in trace.rows if row.kind in (PARAMETER, BUFFER)}
+    facts = {key: trace.facts[state.facts[row.id]] for key, row in found.items()}
+    assert {key: (row.shape, facts[key].storage_device) for key, row in found.items()} == {  # type: ignore[union-attr]
+        **odd, "plain.weight": ((6, 4), "cpu"), "plain.bias": ((6,), "cpu")
+    }  # fmt: skip
+    for key, (_, device) in odd.items():
+        assert (facts[key].unreadable is None) == (device is not None)  # type: ignore[union-attr]
+    assert facts["plain.weight"].dtype == "float64"  # type: ignore[union-attr]
+    parts = [(row.kind, row.name) for row in trace.rows if row.kind in (GRADIENT, OPTIMIZER_STATE)]
+    assert (GRADIENT, "plain.weight") in parts and (OPTIMIZER_STATE, "plain.weight") in parts
 
 
 class Unopened(TraceWriter):

@@ -58,7 +58,8 @@ class Slot:
         if record is not None:
             return record.sharded_param  # type: ignore[no-any-return]
         module = self.module()
-        return None if module is None else module._parameters.get(self.name)
+        held = None if module is None else module._parameters.get(self.name)
+        return held if isinstance(held, torch.Tensor) else None  # anything can be put there
 
     def read(self, known: Key | None, storage: int) -> Reading:
         module = self.module()
@@ -94,11 +95,15 @@ class Buffer:
         self.module = nowhere
 
     def tensor(self) -> torch.Tensor | None:
+        held = self._held()
+        return held if isinstance(held, torch.Tensor) else None
+
+    def _held(self) -> Any:
         module = self.module()
         return None if module is None else module._buffers.get(self.name)
 
     def read(self, known: Key | None, storage: int) -> Reading:
-        tensor = self.tensor()
+        tensor = self._held()
         if tensor is None:
             return GONE
         key, storage = read(tensor, None, known, storage)
@@ -157,9 +162,18 @@ class Handed:
         return GONE
 
 
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """A tensor's shape, None where it has none to tell: nested, not initialised yet, or no tensor at all."""
+    try:
+        shape = tuple(value.shape)
+    except Exception:
+        return None
+    return shape if all(type(n) is int for n in shape) else None  # turning a symbolic size into a number binds it
+
+
 def _like(parameter: torch.Tensor | None, other: torch.Tensor) -> torch.Size | None:
     """The local shape that a tensor laid out like its parameter has on this rank."""
-    if parameter is None or parameter.shape != other.shape:
+    if parameter is None or shape_of(parameter) != shape_of(other):
         return None
     local = internals.local_tensor(parameter)
     return None if local is None else local.shape

@@ -167,6 +167,7 @@ class Inventory:
         with quiet():
             found = survey(root, model.label)
             model.names = found.names
+            self.faults += found.faults
             self._leave_out(found, model.label)
             there: set[tuple[str, str, str, str]] = set()
             for block in (found.parameters, found.buffers, found.groups):

@@ -43,7 +43,7 @@ def optimizers_of(engine: object) -> list[torch.optim.Optimizer]:
 
 def outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Those of the modules that no other one of them contains."""
-    inner = {id(child) for module in modules.values() for child in module.modules() if child is not module}
+    inner = {id(m) for module in modules.values() for _, m in internals.named_modules(module) if m is not module}
     return {name: module for name, module in modules.items() if id(module) not in inner}
 
 

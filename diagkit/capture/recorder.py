@@ -23,6 +23,7 @@ from torch import nn
 from diagkit.capture import hooks
 from diagkit.capture.cause import from_stack, from_traceback, message_of
 from diagkit.capture.changes import exchanged_rows
+from diagkit.capture.entries import shape_of
 from diagkit.capture.hooks import Call
 from diagkit.capture.inventory import EVERYTHING, MODEL, STATES, Inventory
 from diagkit.capture.operations import APPLY, LOOKS, STEP, Operation
@@ -165,7 +166,7 @@ class Recorder:
     def _look(self, pair: tuple[str, Any], readings: list[_Reading]) -> None:
         if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor):
             with quiet():
-                readings.append((str(pair[0]), tuple(pair[1].shape), *read(pair[1])))
+                readings.append((str(pair[0]), shape_of(pair[1]), *read(pair[1])))
 
     def _exported(self, readings: list[_Reading], label: str | None) -> None:
         self._unwritten.append(self._inventory.exported(readings, label))

@@ -69,7 +69,8 @@ def read(
             cls.__name__, device, place, tensor.dtype, inner.dtype, pinned, mesh, agrees, empty, wants_grad,
         ), identity  # fmt: skip
     except Exception as error:  # a tensor without storage (sparse, fake, functional), or a torch with other names
-        return _unreadable(tensor, type(error).__name__), NO_STORAGE
+        why = type(error).__name__ if isinstance(tensor, torch.Tensor) else "no tensor"
+        return _unreadable(tensor, why), NO_STORAGE
 
 
 def read_managed(

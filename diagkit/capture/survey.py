@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from diagkit import torch_internals as internals
-from diagkit.capture.entries import Buffer, Slot, State
+from diagkit.capture.entries import Buffer, Slot, State, shape_of
 from diagkit.capture.facts import GroupWatch, OptimizerWatch
 from diagkit.trace.schema import BUFFER, GROUP, OPTIMIZER_STATE, PARAMETER, Row
 
@@ -32,40 +33,61 @@ class Survey:
     buffers: list[tuple[Row, Buffer]] = field(default_factory=list)
     groups: list[tuple[Row, GroupWatch]] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)  # id(module) -> name
+    faults: list[str] = field(default_factory=list)  # what could not be taken in, and why
+
+    def shielded(self, what: str, take: Callable[..., None], *args: Any) -> None:
+        """Takes one thing in; one that cannot be must not hide the others."""
+        try:
+            take(*args)
+        except Exception as error:
+            self.faults.append(f"{what}: {type(error).__name__}: {error}"[:500])
 
 
 def survey(root: nn.Module, label: str) -> Survey:
-    """Every slot gets a row; a later slot with the same tensor is marked as a tie."""
+    """Every slot gets a row; a later slot with the same tensor is marked as a tie. What cannot be taken in is told and
+    left out alone."""
     found = Survey()
     managed: dict[tuple[int, str], Any] = {}
     for name, _, state in internals.fsdp_states(root):
-        for n, group in enumerate(internals.state_groups(state) or [None]):
-            row = Row(0, GROUP, label, name, part="" if n == 0 else str(n))
-            watch = GroupWatch(weakref.ref(state), None if group is None else weakref.ref(group))
-            found.groups.append((row, watch))
-            for record in internals.group_params(group):
-                for module, slot in internals.param_slots(record):
-                    managed[id(module), slot] = record
+        found.shielded(f"FSDP2 at {name or 'the root'}", _take_groups, found, managed, label, name, state)
     seen: set[int] = set()
-    for prefix, module in root.named_modules():
+    for prefix, module in internals.named_modules(root):
         found.names[id(module)] = prefix
-        ref = weakref.ref(module)
         dot = f"{prefix}." if prefix else ""
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            record = managed.get((id(module), name))
-            same = id(parameter if record is None else record)
-            row = Row(0, PARAMETER, label, dot + name, shape=tuple(parameter.shape))
-            found.parameters.append((row, Slot(ref, name, record, same in seen)))
-            seen.add(same)
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            row = Row(0, BUFFER, label, dot + name, shape=tuple(buffer.shape))
-            found.buffers.append((row, Buffer(ref, name, id(buffer) in seen)))
-            seen.add(id(buffer))
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                record = managed.get((id(module), name))
+                row = Row(0, PARAMETER, label, f"{dot}{name}")
+                found.shielded(row.name, _take_parameter, found, seen, row, module, name, parameter, record)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                row = Row(0, BUFFER, label, f"{dot}{name}")
+                found.shielded(row.name, _take_buffer, found, seen, row, module, name, buffer)
     return found
+
+
+def _take_groups(found: Survey, managed: dict[tuple[int, str], Any], label: str, name: str, state: Any) -> None:
+    for n, group in enumerate(internals.state_groups(state) or [None]):
+        row = Row(0, GROUP, label, name, part="" if n == 0 else str(n))
+        watch = GroupWatch(weakref.ref(state), None if group is None else weakref.ref(group))
+        found.groups.append((row, watch))
+        for record in internals.group_params(group):
+            for module, slot in internals.param_slots(record):
+                managed[id(module), slot] = record
+
+
+def _take_parameter(
+    found: Survey, seen: set[int], row: Row, module: nn.Module, name: str, parameter: Any, record: Any
+) -> None:
+    same = id(parameter if record is None else record)
+    slot = Slot(weakref.ref(module), name, record, same in seen)
+    found.parameters.append((replace(row, shape=shape_of(parameter)), slot))
+    seen.add(same)
+
+
+def _take_buffer(found: Survey, seen: set[int], row: Row, module: nn.Module, name: str, buffer: Any) -> None:
+    found.buffers.append((replace(row, shape=shape_of(buffer)), Buffer(weakref.ref(module), name, id(buffer) in seen)))
+    seen.add(id(buffer))
 
 
 def states(
@@ -76,7 +98,7 @@ def states(
     state = None if tensor is None else optimizer.state.get(tensor)
     return [
         (
-            Row(0, OPTIMIZER_STATE, owner.model, owner.name, f"{prefix}{part}", tuple(value.shape), owner.id),
+            Row(0, OPTIMIZER_STATE, owner.model, owner.name, f"{prefix}{part}", shape_of(value), owner.id),
             State(watch, slot, part),
         )
         for part, value in sorted((state or {}).items(), key=lambda item: str(item[0]))
