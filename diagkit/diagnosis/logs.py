@@ -1,35 +1,33 @@
 """Reads exceptions out of a job's log: which rank failed first, where, with what.
 
-Lines of many processes come mixed. A prefix tells whose line it is (torchrun's ``[rank3]:`` and ``[default3]:``,
-Ray's ``(Worker pid=71, ip=...)``), and each process's lines are read as a stream of their own. What merely reports
-another's failure (launchers, closed connections) is set aside.
+Lines of many processes come mixed. `prefixes` tells whose line it is, and each process's lines are read as a stream of
+their own. What merely reports another's failure (launchers, closed connections) is set aside. Memory follows what is
+told of, never the log's length.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from diagkit.diagnosis.explain import Explanation, by_text
 from diagkit.diagnosis.operation import operation_of
+from diagkit.diagnosis.prefixes import MARKER, Prefixes, rank_in
 from diagkit.diagnosis.signatures import said
 from diagkit.trace.schema import Failure
 
 #: Longest line that is looked at, and most frames kept of a traceback.
 LINE_LIMIT = 20_000
 FRAME_LIMIT = 500
+#: Most errors kept, those with a known text counted apart; most streams; most frames of open tracebacks in all.
+ERROR_LIMIT, STREAM_LIMIT, OPEN_LIMIT = 1_000, 20_000, 200_000
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-_PREFIXES = (
-    re.compile(r"^\[(?:rank|default)(?P<rank>\d{1,6})\]:? ?"),
-    re.compile(r"^\((?P<who>[^()]{0,200}?pid=\d+[^()]{0,200})\) ?"),
-    re.compile(r"^(?P<rank>\d{1,6}): (?= *(?:Traceback|File |\w+Error|raise |  ))"),  # srun --label
-)
 _STAMP = re.compile(
     r"^\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*Z?\]? ?(?:\[?(?:INFO|WARNING|ERROR|CRITICAL|DEBUG)\]?:? ?)?"
 )
-_TRACEBACK = re.compile(r"Traceback \(most recent call last\):")
+_GROUP_RULE = re.compile(r"^ {0,40}\+[-+]{2}")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]{0,1000})", line (?P<line>\d{1,9}), in (?P<function>.{1,300}?)\s*$')
 _EXCEPTION = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.){0,12}[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Failure|Warning)(?:\([\w.]+\))?)"
@@ -55,13 +53,14 @@ _ECHO_TEXTS = re.compile(
 
 @dataclass(slots=True)
 class LoggedError:
-    """One exception of a log. ``frames``: file, line and function, outermost first."""
+    """One exception of a log. ``where``: the innermost line outside site-packages and torch, "train.py:41 save"."""
 
     stream: str
     number: int  # line of the log, from 1
     type: str
     message: str
-    frames: list[tuple[str, int, str]] = field(default_factory=list)
+    operation: str = ""
+    where: str = ""
     rank: int | None = None
     pid: str = ""
 
@@ -74,20 +73,11 @@ class LoggedError:
     def failure(self) -> Failure:
         return Failure(self.type.rpartition(".")[2], self.message, self.operation)
 
-    @property
-    def operation(self) -> str:
-        return operation_of((file, function) for file, _, function in self.frames)
 
-    @property
-    def where(self) -> str:
-        """The innermost line outside site-packages and torch, ``"train.py:41 save"``."""
-        own = [
-            f
-            for f in self.frames
-            if not re.search(r"site-packages|dist-packages|/torch/|/ray/|lib/python3|<frozen", f[0])
-        ]
-        file, line, function = (own or [("", 0, "")])[-1]
-        return f"{file.rpartition('/')[2]}:{line} {function}" if file else ""
+def _where(frames: list[tuple[str, int, str]]) -> str:
+    own = [f for f in frames if not re.search(r"site-packages|dist-packages|/torch/|/ray/|lib/python3|<frozen", f[0])]
+    file, line, function = (own or [("", 0, "")])[-1]
+    return f"{file.rpartition('/')[2]}:{line} {function}" if file else ""
 
 
 def explain_log(lines: Iterable[str]) -> Explanation | None:
@@ -121,15 +111,25 @@ class _Reader:
         self._last: dict[str, LoggedError] = {}
         self._ranks: dict[str, int] = {}
         self._remote: dict[str, str] = {}  # stream -> pid of the worker whose traceback comes next
+        self._prefixes = Prefixes()
+        self._frames = 0  # of all open tracebacks
 
     def errors(self, lines: Iterable[str]) -> Iterator[LoggedError]:
         found: list[LoggedError] = []
+        kept = {True: 0, False: 0}
         for number, line in enumerate(lines, 1):
-            stream, text = self._whose(_ANSI.sub("", line[:LINE_LIMIT]).rstrip("\r\n"))
+            stream, text, outer = self._prefixes.cut(_ANSI.sub("", line[:LINE_LIMIT]).rstrip("\r\n"))
             self._note_ranks(stream, text)
+            if stream != outer and MARKER.match(text):
+                self._begin(outer)  # a logger may set its prefix before the first line alone
             error = self._read(stream, text, number)
-            if error is not None:
+            if error is not None and kept[known := self._names_text(error.message)] < ERROR_LIMIT:
+                kept[known] += 1
                 found.append(error)
+            if len(self._open) > STREAM_LIMIT or self._frames > OPEN_LIMIT:
+                self._close(next(iter(self._open)))
+            if len(self._last) > STREAM_LIMIT:
+                del self._last[next(iter(self._last))]
         for error in found:
             if error.rank is None:
                 error.rank = self._ranks.get(error.stream, self._rank_of(error.pid))
@@ -139,19 +139,16 @@ class _Reader:
         found = (rank for who, rank in self._ranks.items() if pid and pid in _PID.findall(who))
         return next(found, None)
 
-    def _whose(self, line: str) -> tuple[str, str]:
-        stream, text = "", line
-        for _ in range(3):
-            for prefix in _PREFIXES:
-                found = prefix.match(text)
-                if found:
-                    groups = found.groupdict()
-                    stream = groups.get("who") or f"rank {groups['rank']}"
-                    text = text[found.end() :]
-                    break
-            else:
-                break
-        return stream, text
+    def _begin(self, stream: str) -> None:
+        """A traceback begins."""
+        self._close(stream)
+        self._open[stream] = []
+        self._last.pop(stream, None)
+
+    def _close(self, stream: str) -> list[tuple[str, int, str]]:
+        frames = self._open.pop(stream, [])
+        self._frames -= len(frames)
+        return frames
 
     def _note_ranks(self, stream: str, text: str) -> None:
         if _ROOT_CAUSE.search(text):
@@ -160,39 +157,43 @@ class _Reader:
             if self.root_rank is None:
                 self.root_rank = int(found["rank"])
             self._in_root = False
-        if stream.startswith("rank "):
-            self._ranks[stream] = int(stream.removeprefix("rank "))
-        elif stream and stream not in self._ranks and (found := _RANK_WORD.search(f"{stream} {text}")):
+        if not stream or len(self._ranks) > STREAM_LIMIT:
+            return
+        if (rank := rank_in(stream)) is not None:
+            self._ranks[stream] = rank
+        elif stream not in self._ranks and (found := _RANK_WORD.search(f"{stream} {text}")):
             self._ranks[stream] = int(found["rank"])
 
     def _read(self, stream: str, text: str, number: int) -> LoggedError | None:
-        if _TRACEBACK.search(text):
-            self._open[stream] = []
-            self._last.pop(stream, None)
+        if MARKER.match(text):
+            self._begin(stream)
             return None
         frames = self._open.get(stream)
         if frames is not None and (found := _FRAME.match(text)):
             if len(frames) < FRAME_LIMIT:
                 frames.append((found["file"], int(found["line"]), found["function"]))
+                self._frames += 1
             return None
         plain = _STAMP.sub("", text)
         if task := _RAY_TASK.search(plain):
             # What follows is the remote traceback, without a heading, in the driver's own lines.
-            self._open[stream] = []
+            self._begin(stream)
             self._remote[stream] = task["pid"]
             return None
         found = _EXCEPTION.match(plain)
         if found and (frames or self._names_text(found["text"] or "")):
-            error = LoggedError(stream, number, found["type"], found["text"] or "", frames or [])
+            operation = operation_of((file, function) for file, _, function in frames or ())
+            message = (found["text"] or "")[:4000]
+            error = LoggedError(stream, number, found["type"], message, operation, _where(frames or []))
             error.pid = self._remote.pop(stream, "")
-            self._open.pop(stream, None)
+            self._close(stream)
             self._last[stream] = error
             return error
         last = self._last.get(stream)
         if last is not None and frames is None:
             # A message may go on over lines; what a launcher says next does not belong to it.
-            if text.strip() and len(last.message) < 2000 and not _STAMP.match(text):
-                last.message += "\n" + text
+            if text.strip() and len(last.message) < 2000 and not _STAMP.match(text) and not _GROUP_RULE.match(text):
+                last.message += "\n" + text[:2000]
             else:
                 self._last.pop(stream)
         return None
