@@ -201,10 +201,9 @@ class Inventory:
         for row, (_, entry) in zip(rows, new, strict=True):
             self._index[row.kind, row.model, row.name, row.part] = row.id
             self._entries.append(entry)
-            self._keys.append(None)
-            self._numbers.append(ABSENT)
-            self._storages.append(0)
-            self._held.append(None)
+        blank: list[tuple[list[Any], Any]] = [(self._keys, None), (self._numbers, ABSENT), (self._storages, 0)]
+        for column, nothing in (*blank, (self._held, None)):
+            column.extend([nothing] * len(rows))
         self.rows += rows
         self._blocks.append((rows[0].kind, range(base, base + len(rows))))
         self._undefined.append(rows)
