@@ -202,6 +202,31 @@ def interrupted(model: nn.Module, rec: Recorder) -> str:
 
 
 @scenario
+def load_hook(model: nn.Module, rec: Recorder) -> None:
+    def move(module: nn.Module, keys: object) -> None:
+        module.to("npu")  # here: load_hook
+
+    states = model.state_dict()
+    model.register_load_state_dict_post_hook(move)
+    with rec.phase("load"):
+        model.load_state_dict(states)
+
+
+@scenario
+def save_hook(model: nn.Module, rec: Recorder) -> str:
+    def move(module: nn.Module, *rest: object) -> None:
+        module.to("npu")  # here: save_hook
+
+    model.register_state_dict_pre_hook(move)
+    with rec.phase("save"):
+        try:
+            get_model_state_dict(model)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+@scenario
 def by_buffer(model: nn.Module, rec: Recorder) -> None:
     with rec.phase("move"):
         model.model.rotary_emb.to("cpu")  # here: by_buffer

@@ -35,7 +35,7 @@ import diagkit as dk  # noqa: E402
 from diagkit.capture import Recorder, begin, hooks, start  # noqa: E402
 from diagkit.errors import TraceError, UsageError  # noqa: E402
 from diagkit.trace import RankTrace, open_trace, read_rank  # noqa: E402
-from diagkit.trace.schema import BUFFER, GRADIENT, OPTIMIZER_STATE, PARAMETER  # noqa: E402
+from diagkit.trace.schema import BUFFER, CALL, FAILURE, GRADIENT, OPTIMIZER_STATE, PARAMETER  # noqa: E402
 from diagkit.trace.writer import TraceWriter  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -471,6 +471,53 @@ def test_inference_and_no_grad_make_no_difference() -> None:
     trace = trace_of(recorder)
     assert trace.troubles == []
     assert len(list(trace.transitions())) == 4  # parameters and buffers, there and back
+
+
+def lines(text: str) -> int:
+    """The number of this file's one line that ends so."""
+    [number] = [n for n, line in enumerate(pathlib.Path(__file__).read_text().splitlines(), 1) if line.endswith(text)]
+    return number
+
+
+def test_a_move_by_a_hook_and_what_the_call_around_it_did_are_told_apart() -> None:
+    def double(module: nn.Module, keys: object) -> None:
+        module.double()  # the hook's
+
+    model, states = small(), small(1).state_dict()
+    model.register_load_state_dict_post_hook(double)
+    recorder = memory(model)
+    with recorder.phase("load"):
+        model.load_state_dict(states, assign=True)  # the job's
+    trace = trace_of(recorder)
+    assert trace.problems == trace.troubles == []
+    told = [(m.label, m.cause.frame.line) for m in trace.moments if m.kind == CALL and m.cause and m.cause.frame]
+    job, hook = lines("# the job's"), lines("# the hook's")
+    assert told == [("Module.load_state_dict", job), ("Module.double", hook), ("Module.load_state_dict", job)]
+    changed = {(t.moment.label, t.cause.frame.line) for t in trace.transitions() if t.cause and t.cause.frame}
+    assert changed == {("Module.load_state_dict", job), ("Module.double", hook)}
+    assert trace.phases[1].calls == {"Module.load_state_dict": 1, "Module._apply": 1}
+
+
+def test_a_move_that_fails_in_a_hook_is_told_once() -> None:
+    def fail(module: nn.Module, keys: object) -> None:
+        with contextlib.suppress(KeyError):
+            module._apply(refuse(KeyError))
+        module._apply(refuse(ValueError))
+
+    def refuse(kind: type[Exception]) -> Callable[[Any], Any]:
+        def refused(tensor: Any) -> Any:
+            raise kind("not this one")
+
+        return refused
+
+    model = small()
+    model.register_load_state_dict_post_hook(fail)
+    recorder = memory(model)
+    with pytest.raises(ValueError, match="not this one"), recorder.phase("load"):
+        model.load_state_dict(model.state_dict())
+    trace = trace_of(recorder)
+    told = [m.label for m in trace.moments if m.kind == FAILURE]
+    assert told == ["Module._apply: KeyError", "Module._apply: ValueError"]
 
 
 # ---- nothing kept alive

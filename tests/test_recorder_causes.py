@@ -83,6 +83,8 @@ MOVES = [
     Move("there_and_back", "there_and_back (there)", PARAMETERS, *SPLIT, ("Module.to", RESET), ROOT, "move"),
     Move("there_and_back", "there_and_back (back)", PARAMETERS, "npu:@/cpu pinned", "cpu/cpu pinned",
          ("Module.cpu", RESET), ROOT, "move"),
+    Move("load_hook", "load_hook", PARAMETERS, *SPLIT, ("move", "Module.to", RESET), ROOT, "load"),
+    Move("save_hook", "save_hook", PARAMETERS, *SPLIT, ("move", "Module.to", RESET), ROOT),
     Move("by_buffer", "by_buffer", 1, "npu:@/npu:@", "cpu/cpu", ("Module.to",), "model.rotary_emb", "move", "buffer"),
     Move("two_models", "two_models (ref)", PARAMETERS, *SPLIT, ("Module.to", RESET), "ref"),
     Move("two_models", "two_models (actor)", LAYER, *SPLIT, ("Module.to", RESET), "actor.model.layers.1"),

@@ -161,6 +161,15 @@ def message_of(error: BaseException) -> str:
         return f"(its message cannot be had: {type(again).__name__})"
 
 
+def marks_of(error: BaseException) -> tuple[Any, ...]:
+    """What tells an exception from another without keeping it: an address alone is soon used again."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    where = () if last is None else (id(last.tb_frame.f_code), last.tb_lasti)
+    return (id(error), type(error).__name__, *where)
+
+
 def _holds_tensor(value: object, depth: int = 3) -> bool:
     if isinstance(value, torch.Tensor):
         return True

@@ -2,8 +2,9 @@
 
 One set of patches serves all recorders. An observed call goes to the original with the same arguments and its
 result or exception comes back untouched; listeners are told before and after. To a listener that was told of an outer
-call, inner observed calls are names noted in it, so that one cause has one moment. Every listener is called behind a
-shield: our faults end in its trace, never in the job.
+call, inner observed calls are names noted in it, so that one cause has one moment; only a move that a job's own hook
+makes inside a save or a load is told by itself, because the line to name is the hook's. Every listener is called
+behind a shield: our faults end in its trace, never in the job.
 
 `uninstall` puts the identical object back where ours is still on top. Where someone wrapped ours meanwhile, theirs
 stays, ours becomes a plain pass-through inside it, and a later `install` wakes it instead of wrapping twice.
@@ -17,7 +18,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,20 +42,31 @@ class Call:
     told: tuple[Listener, ...] = ()  # who hears of it
     outer: Call | None = None
     inside: str = ""  # the observed call that runs in it just now
+    frame: int = 0  # id of the frame that makes it
+    raised: set[tuple[Any, ...]] = field(default_factory=set)  # failures of calls inside that were told by themselves
 
-    @property
-    def everyone(self) -> tuple[Listener, ...]:
-        """Who hears of it, or of a call around it."""
-        return self.told if self.outer is None else (*self.told, *self.outer.everyone)
+    def heard(self, only: Operation | None = None) -> tuple[Listener, ...]:
+        """Who hears of it, or of a call around it; with ``only``, of one of this operation."""
+        told = () if self.outer is None else self.outer.heard(only)
+        if only is not None and self.operation is not only:
+            return told
+        return (*told, *(listener for listener in self.told if listener not in told))
 
-    def note(self, name: str) -> None:
-        """Notes an observed call inside this one, here and in the calls around; a module's call of the same method of
-        its children is no other call."""
-        call: Call | None = self
+    def around(self) -> Iterator[Call]:
+        """The calls around it, the nearest first."""
+        call = self.outer
         while call is not None:
-            if name not in (call.operation.name, call.inside) and (name in call.nested or len(call.nested) < 16):
-                call.nested[name] = call.nested.get(name, 0) + 1
+            yield call
             call = call.outer
+
+    def note(self, name: str, told: tuple[Listener, ...] = ()) -> None:
+        """Notes an observed call inside this one, here and in the calls around; a module's call of the same method of
+        its children is no other call. Who is ``told`` of it otherwise finds it noted nowhere."""
+        for call in (self, *self.around()):
+            new = name in call.nested or len(call.nested) < 16
+            if new and name not in (call.operation.name, call.inside) and not set(call.told) <= set(told):
+                call.nested[name] = call.nested.get(name, 0) + 1
+            told = (*told, *call.told)
 
 
 class Listener(Protocol):
@@ -169,7 +181,7 @@ class Patch:
             if not patch.awake or (quick is not None and quick(*args)):
                 return original(*args, **kwargs)
             outer: Call | None = getattr(_here, "call", None)
-            inner = outer is not None and outer.operation is operation and outer.outer is None
+            inner = outer is not None and outer.operation is operation
             if inner and len(outer.told) >= len(_listeners):  # type: ignore[union-attr]
                 return original(*args, **kwargs)  # a module's call on its children: everybody knows already
             try:
@@ -183,6 +195,8 @@ class Patch:
             try:
                 if outer is not None:
                     outer.inside = operation.name
+                if call is not None:
+                    call.frame = id(sys._getframe())
                 _here.call = call or outer
                 result = original(*args, **kwargs)
             except BaseException as error:
@@ -218,17 +232,19 @@ def _original(wrapper: Any) -> Any:
 
 
 def _begin(operation: Operation, args: tuple[Any, ...], outer: Call | None) -> Call | None:
-    """The call, where a listener wants to hear of it that has not heard of one around it."""
+    """The call, where a listener wants to hear of it that has not heard of one around it; of a move, of no move."""
     busy: tuple[Listener, ...] = ()
     if outer is not None:
-        outer.note(operation.name)
-        busy = outer.everyone
+        busy = outer.heard(APPLY if operation is APPLY else None)
         if len(busy) >= len(_listeners):
+            outer.note(operation.name)
             return None
     call = Call(operation, args[0] if args else None, outer=outer)
     call.told = tuple(
         listener for listener in _listeners if listener not in busy and tell(listener, "wants", operation, call.subject)
     )
+    if outer is not None:
+        outer.note(operation.name, call.told)
     if not call.told:
         return None
     if len(sys.modules) != _modules:
@@ -304,7 +320,7 @@ def uninstall() -> None:
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     try:
         outer: Call | None = getattr(_here, "call", None)
-        busy = () if outer is None else outer.everyone
+        busy = () if outer is None else outer.heard()
         call = Call(STEP, optimizer)
         for listener in _listeners:
             if listener not in busy and tell(listener, "wants", STEP, optimizer):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from diagkit.capture import hooks
-from diagkit.capture.cause import from_stack, from_traceback, message_of
+from diagkit.capture.cause import from_stack, from_traceback, marks_of, message_of
 from diagkit.capture.changes import exchanged_rows
 from diagkit.capture.entries import shape_of
 from diagkit.capture.hooks import Call
@@ -54,8 +54,6 @@ _SCOPES: dict[str, frozenset[str]] = {
 _TENSORS = frozenset(TENSOR_KINDS)
 #: Faults of our own that are told, each once.
 TROUBLES = 20
-
-
 #: Modules through which a phase is entered for a block of somebody else's.
 _WAYS_IN = ("contextlib", "diagkit.capture.follow")
 #: An exported tensor: name, shape, key, storage.
@@ -233,8 +231,8 @@ class Recorder:
     def _fail(self, opened: _OpenPhase, error: BaseException) -> None:
         if isinstance(error, GeneratorExit):
             return
-        again = self._told == _marks(error)
-        self._told = _marks(error)
+        again = self._told == marks_of(error)
+        self._told = marks_of(error)
         if not again:
             self._tell_failure(opened.name, opened.ordinal, error)
 
@@ -260,7 +258,11 @@ class Recorder:
         if call.operation.notable:
             with self._lock:
                 if self._read(_SCOPES[call.operation.scope] & _TENSORS):
-                    self._write(MARK, f"before {call.operation.name}")
+                    outer = next((outer for outer in call.around() if self in outer.told), None)
+                    if outer is None:
+                        self._write(MARK, f"before {call.operation.name}")
+                    else:  # what the call around it has changed by now
+                        self._write(CALL, outer.operation.name, cause=self._cause(outer))
 
     def after(self, call: Call) -> None:
         """Tells what the call changed."""
@@ -286,7 +288,11 @@ class Recorder:
         """Tells what the call had changed when it raised."""
         with self._lock:
             self._count(call.operation.name)
-            self._told = _marks(error)
+            self._told = marks_of(error)
+            if (id(self), *self._told) in call.raised:
+                return  # told of the call inside, with the line that made it
+            for outer in call.around():
+                outer.raised.add((id(self), *self._told))
             cause = self._cause(call)
             failure = Failure(type(error).__name__, message_of(error), [call.operation.name, *call.nested][-1])
             self._failed_last = (failure.type, failure.message)
@@ -352,7 +358,10 @@ class Recorder:
     def _cause(self, call: Call) -> Cause:
         try:
             target = "" if call.subject is None else subject_name(self._inventory.models, call.subject)
-            return from_stack(call.operation.name, call.nested, target, self._base())
+            frame: FrameType | None = sys._getframe()
+            while frame is not None and id(frame) != call.frame:
+                frame = frame.f_back  # inside the call there may be another, whose line is not this one's
+            return from_stack(call.operation.name, call.nested, target, self._base(), frame)
         except Exception as error:  # what moved is worth telling without who moved it
             self.trouble("cause", error)
             return Cause(call.operation.name)
@@ -387,12 +396,3 @@ class Recorder:
             with contextlib.suppress(Exception):
                 self.trouble(where, error)
         return None
-
-
-def _marks(error: BaseException) -> tuple[Any, ...]:
-    """What tells an exception from another without keeping it: an address alone is soon used again."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    where = () if last is None else (id(last.tb_frame.f_code), last.tb_lasti)
-    return (id(error), type(error).__name__, *where)

@@ -94,7 +94,7 @@ class Watch:
         with self._lock:
             self._settle(call.subject)
         recorder = self.recorder
-        if recorder is not None and recorder not in call.everyone and recorder.wants(call.operation, call.subject):
+        if recorder is not None and recorder not in call.heard() and recorder.wants(call.operation, call.subject):
             call.told = (*call.told, recorder)
             recorder.before(call)
 
