@@ -92,7 +92,9 @@ def foreign() -> None:
             say(end_text(watch))
         else:
             say(hard_coded(error) or failure_text(watch, error, "" if door is None else door.fault))
-        if error is not None and door is not None:
-            door.close()
+        if error is not None:
+            spawns.leave()
+            if door is not None:
+                door.close()
 
     execute(program, ended)
