@@ -151,11 +151,12 @@ def _members(thing: object) -> list[object]:
 def explain(exc: BaseException | None = None) -> Explanation:
     """What an exception means: the hazard behind it, or plainly that there is none.
 
-    Without an argument it is the one being handled, or the last one that nobody handled (a notebook's). Model,
-    optimizer and engine are found in the frames that it passed through.
+    Without an argument it is the one being handled, or the last one that nobody handled (a notebook's). Of a group the
+    first exception with a known text is meant. Model, optimizer and engine are found in the frames that it passed
+    through.
 
     Raises:
-        UsageError: there is no exception.
+        UsageError: there is no exception, or what was given is none.
 
     Example::
 
@@ -164,11 +165,21 @@ def explain(exc: BaseException | None = None) -> Explanation:
         except RuntimeError:
             print(dk.explain())
     """
-    error = exc or sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is None:
+    outer = exc
+    if outer is None:
+        outer = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if outer is None:
         raise UsageError("no exception to explain", remedy="Call it in the except block, or pass the exception")
+    if not isinstance(outer, BaseException):
+        raise UsageError(
+            "no exception to explain",
+            found=type(outer).__name__,
+            expected="an exception",
+            remedy="Pass the exception; diagkit explain reads a log",
+        )
+    error = _speaker(outer)
     chain = _chain(error)
-    frames = list(_frames(chain))
+    frames = list(_frames(chain if error is outer else [*chain, *_chain(outer)]))
     operation = operation_of((f.f_code.co_filename, f.f_code.co_name) for f in _frames(chain[:1]))
     failure = Failure(type(error).__name__, _message(error), operation)
     first = chain[-1]
@@ -206,8 +217,22 @@ def _chain(error: BaseException) -> list[BaseException]:
         before = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
         if before is None or before in found:
             break
-        found.append(before)
+        found.append(_speaker(before))
     return found
+
+
+def _speaker(error: BaseException) -> BaseException:
+    """Of an exception group, at any depth, the first exception with a known text; else the exception itself."""
+    waiting, seen = [error], 0
+    while waiting and seen < 1000:
+        one = waiting.pop(0)
+        seen += 1
+        inner = getattr(one, "exceptions", None)  # Python 3.10 knows no groups, but a package brings them
+        if isinstance(inner, tuple) and inner and all(isinstance(e, BaseException) for e in inner):
+            waiting[:0] = inner
+        elif one is not error and said(_message(one)):
+            return one
+    return error
 
 
 def _frames(chain: Iterable[BaseException]) -> Iterator[Any]:

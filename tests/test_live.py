@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 
 import pytest
@@ -61,6 +62,35 @@ def test_no_exception_to_explain(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(sys, name, raising=False)
     with pytest.raises(UsageError, match="no exception to explain"):
         dk.explain()
+
+
+@pytest.mark.parametrize("thing", [5, "RuntimeError: x", RuntimeError, nn.Linear(1, 1), 0])
+def test_what_is_no_exception_is_not_explained(thing: object) -> None:
+    with pytest.raises(UsageError, match=r"no exception to explain: found .*expected an exception"):
+        dk.explain(thing)  # type: ignore[arg-type]
+
+
+class Group(Exception):
+    """As Python 3.11's, which 3.10 lacks."""
+
+    def __init__(self, text: str, exceptions: list[Exception]) -> None:
+        super().__init__(text)
+        self.exceptions = tuple(exceptions)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_group_is_looked_into(nested: bool) -> None:
+    text = "Tensor.item() cannot be called on meta tensors"
+    errors: list[Exception] = [ValueError("first")]
+    try:
+        torch.zeros(1, device="meta").item()
+    except RuntimeError as error:
+        errors.append(error)
+    kind = getattr(builtins, "ExceptionGroup", Group)
+    group = kind("outer", [kind("inner", errors)] if nested else errors)
+    assert text in dk.explain(group).error and "test_live.py" in dk.explain(group).where
+    unknown = kind("outer", errors[:1])
+    assert dk.explain(unknown).error.startswith(f"{kind.__name__}: outer")
 
 
 def test_the_last_exception_of_a_session_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
