@@ -7,6 +7,8 @@ of diagkit itself and keeps its traceback.
 
 from __future__ import annotations
 
+import os
+
 __all__ = [
     "DiagkitError",
     "EngineError",
@@ -23,7 +25,8 @@ class DiagkitError(Exception):
     """Something that diagkit was asked to do cannot be done, and the message says how to mend it.
 
     ``what`` is a clause without a full stop; ``found``, ``expected`` and ``where`` are values or short phrases
-    (anything but a string is shown by its ``repr``); ``remedy`` is a sentence in the imperative.
+    (a path is shown as it is written, anything else but a string by its ``repr``); ``remedy`` is a sentence in the
+    imperative.
 
     >>> str(UsageError("unknown engine", found="vomni", expected="fsdp or veomni", remedy="Choose one of the two"))
     'unknown engine: found vomni, expected fsdp or veomni. Choose one of the two.'
@@ -92,6 +95,8 @@ class MoveBlocked(DiagkitError):
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     return value if isinstance(value, str) else repr(value)
 
 

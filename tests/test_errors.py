@@ -15,7 +15,7 @@ CASES = [
     (UsageError("no ranks", remedy="Ask for one or more"), "no ranks. Ask for one or more."),
     (UsageError("no ranks", remedy="Ask for one or more."), "no ranks. Ask for one or more."),
     (UsageError("bad rank count", found=0, expected="1 or more"), "bad rank count: found 0, expected 1 or more"),
-    (TraceError("no trace", where=pathlib.PurePosixPath("runs/a")), "no trace (at PurePosixPath('runs/a'))"),
+    (TraceError("no trace", where=pathlib.PurePosixPath("runs/a")), "no trace (at runs/a)"),
     (TraceError("no trace", found="a file", where="runs/a"), "no trace: found a file (at runs/a)"),
     (TraceError("torn\nline", found="two\n  lines"), "torn line: found two lines"),
     (DiagkitError("empty", found=""), "empty: found"),

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diagkit.errors import TraceError
+from diagkit.errors import TraceError, UsageError
 from diagkit.trace.reader import RankTrace, TableCache, read_file
 from diagkit.trace.schema import Header, Moment
 from diagkit.trace.spans import in_spans, parse_spans
+from diagkit.trace.values import clip
 
 if TYPE_CHECKING:
     import pandas
@@ -133,15 +134,31 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
     """The trace in a folder of ``rank-*.jsonl`` files, or in one such file; of a folder of runs, the latest run.
 
     Raises:
+        UsageError: that is no path.
         TraceError: nothing there is a trace.
     """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise UsageError(
+            "no path of a trace",
+            found=type(path).__name__,
+            expected="a folder of rank-*.jsonl files",
+            remedy="Name the folder that was given as out=",
+        )
     place = Path(path)
-    files, problems = _rank_files(place)
-    if not files and place.is_dir() and (runs := _runs(place)):
-        place = runs[-1]
+    try:
         files, problems = _rank_files(place)
-        if len(runs) > 1:
-            problems.append(f"{len(runs)} runs in this folder; the latest is read: {place.name}")
+        if not files and place.is_dir() and (runs := _runs(place)):
+            place = runs[-1]
+            files, problems = _rank_files(place)
+            if len(runs) > 1:
+                problems.append(f"{len(runs)} runs in this folder; the latest is read: {place.name}")
+    except (OSError, ValueError) as error:  # too long a name, no permission; a NUL in it is a ValueError
+        raise TraceError(
+            "cannot look there",
+            found=getattr(error, "strerror", None) or str(error),
+            where=clip(str(place)),
+            remedy="Name the folder that was given as out=",
+        ) from None
     cache = TableCache()
     found: list[RankTrace] = []
     for file in files:
@@ -183,7 +200,9 @@ def _rank_files(place: Path) -> tuple[list[Path], list[str]]:
     if place.is_file():
         return [place], []
     if not place.is_dir():
-        raise TraceError("no such file or folder", where=place, remedy="Name the folder that was given as out=")
+        raise TraceError(
+            "no such file or folder", where=clip(str(place)), remedy="Name the folder that was given as out="
+        )
     files: list[Path] = []
     problems: list[str] = []
     try:

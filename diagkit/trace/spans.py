@@ -19,7 +19,10 @@ def parse_spans(text: str) -> list[tuple[int, int]]:
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
         if match is None:
             raise ValueError("ranks such as 0-3,7")
-        found.append((int(match[1]), int(match[2] or match[1])))
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError("ranks such as 0-3,7, in each span the lower one first")
+        found.append((first, last))
     return found
 
 

@@ -6,11 +6,12 @@ nowhere else; a cause stands under the moment at which it struck.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diagkit.errors import UsageError
-from diagkit.trace.merged import Trace
+from diagkit.trace.merged import Trace, open_trace
 from diagkit.trace.reader import RankTrace
 from diagkit.trace.schema import Moment
 from diagkit.views import cells, palette, words
@@ -49,7 +50,7 @@ class Panel:
 
 
 def residency_map(
-    trace: Trace | RankTrace,
+    trace: Trace | RankTrace | str | os.PathLike[str],
     *,
     rank: int | None = None,
     phase: str | None = None,
@@ -64,7 +65,7 @@ def residency_map(
     """Where every tensor lived, by its metadata and by its bytes, at the moments that matter.
 
     Args:
-        trace: a trace, or one rank of it.
+        trace: a trace, one rank of it, the path of one, or what `inspect` returned.
         rank: whose; unless given, the lowest of those that met the first failure, else the lowest.
         phase: only this phase, by name.
         moments: at most so many moments, or the indices of those to show.
@@ -76,8 +77,10 @@ def residency_map(
         width: in pixels at 100 dpi; more where the moments need it.
 
     Raises:
-        UsageError: no such phase, moment or kind, or nothing to show.
+        UsageError: no trace; no such phase, moment or kind, or nothing to show.
+        TraceError: nothing at that path is a trace.
     """
+    trace = _opened(trace)
     one = _rank_of(trace, rank)
     story = tell(one, phase=phase, moments=moments, kinds=tuple(kinds), only=only)
     verdict = judge(story)
@@ -88,8 +91,8 @@ def residency_map(
 
 
 def before_after(
-    before: Trace | RankTrace,
-    after: Trace | RankTrace,
+    before: Trace | RankTrace | str | os.PathLike[str],
+    after: Trace | RankTrace | str | os.PathLike[str],
     *,
     names: tuple[str, str] = ("Unguarded", "Guarded"),
     rank: int | None = None,
@@ -105,8 +108,10 @@ def before_after(
     """Two runs beside each other, with the same rows: what the guard changes. Arguments as for `residency_map`.
 
     Raises:
-        UsageError: no such phase, moment or kind, or nothing to show.
+        UsageError: no trace; no such phase, moment or kind, or nothing to show.
+        TraceError: nothing at that path is a trace.
     """
+    before, after = _opened(before), _opened(after)
     chosen: tuple[int | Sequence[int], ...] = (moments, moments) if isinstance(moments, int) else moments
     wanted = tuple(kinds)
     told = []
@@ -123,6 +128,21 @@ def before_after(
     shared = [word for word in contexts[0] if word in contexts[1]]
     own = [" · ".join(word for word in words_ if word not in shared) for words_ in contexts]
     return _draw(told, lines, title or found, " · ".join(shared), width, own)
+
+
+def _opened(thing: object) -> Trace | RankTrace:
+    if isinstance(thing, (Trace, RankTrace)):
+        return thing
+    if isinstance(thing, (str, os.PathLike)):
+        return open_trace(thing)
+    if isinstance(held := getattr(thing, "trace", None), RankTrace):  # an inspection
+        return held
+    raise UsageError(
+        "no trace to draw",
+        found=type(thing).__name__,
+        expected="a trace, an inspection or a path",
+        remedy="Pass dk.open_trace(PATH)",
+    )
 
 
 def _rank_of(trace: Trace | RankTrace, rank: int | None) -> RankTrace:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from diagkit.errors import UsageError
 from diagkit.views import palette
@@ -56,6 +56,8 @@ def outcomes(cells: Iterable[Any]) -> list[Outcome]:
         if isinstance(cell, Outcome):
             found.append(cell)
             continue
+        if not isinstance(cell, Mapping) and not hasattr(cell, "to_json"):
+            _no_cell(cell)
         data = cell if isinstance(cell, Mapping) else cell.to_json()
         if missing := [key for key in ("engine", "revision", "operation", "outcome") if key not in data]:
             raise UsageError(
@@ -65,6 +67,15 @@ def outcomes(cells: Iterable[Any]) -> list[Outcome]:
     if not found:
         raise UsageError("an outcome matrix needs at least one cell")
     return found
+
+
+def _no_cell(thing: object) -> NoReturn:
+    raise UsageError(
+        "no cells of an outcome matrix",
+        found=type(thing).__name__,
+        expected="cells of diagkit demo, as objects or as its JSON",
+        remedy="A trace is drawn by residency_map",
+    )
 
 
 def outcome_matrix(
@@ -81,7 +92,7 @@ def outcome_matrix(
     Raises:
         UsageError: there is no cell, or one lacks a key.
     """
-    given = list(cells)
+    given = list(cells) if isinstance(cells, Iterable) else _no_cell(cells)
     found = outcomes(given)
     around = around or _around(given)
     title = title or _title(found)
