@@ -11,7 +11,7 @@ from traces import engine_trace
 
 from diagkit.cli import main
 from diagkit.diagnosis import diagnose
-from diagkit.diagnosis.finding import Findings, printable, ranks_text
+from diagkit.diagnosis.finding import Findings, ranks_text
 from diagkit.trace import RankTrace, Trace, read_rank
 from diagkit.trace.schema import (
     BUFFER,
@@ -38,6 +38,7 @@ from diagkit.trace.schema import (
     Residency,
     Row,
 )  # fmt: skip
+from diagkit.trace.values import printable
 from diagkit.trace.writer import MemorySink, TraceWriter
 
 HEALTHY = Residency(

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diagkit.diagnosis.finding import Finding, Findings, printable
+from diagkit.diagnosis.finding import Finding, Findings
 from diagkit.diagnosis.operation import likely, ordered
 from diagkit.diagnosis.rule import Rule, find_rules
 from diagkit.diagnosis.signatures import said
 from diagkit.trace.schema import Failure
+from diagkit.trace.values import printable
 
 NOT_OURS = "not an FSDP2 residency problem"
 

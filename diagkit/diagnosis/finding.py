@@ -10,6 +10,7 @@ from typing import Any
 from diagkit.diagnosis.rule import SEVERITIES, Rule
 from diagkit.trace.patterns import compress
 from diagkit.trace.schema import Cause
+from diagkit.trace.values import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +152,6 @@ def patterns(names: Iterable[str]) -> list[str]:
             count = f" ×{pattern.count}" if pattern.count > 1 else ""
             found.append(printable(pattern.text + suffix) + count)
     return found
-
-
-def printable(text: str) -> str:
-    """The text with control and direction characters written out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class Findings(list[Finding]):

@@ -17,7 +17,7 @@ from diagkit.errors import TraceError, UsageError
 from diagkit.trace.reader import RankTrace, TableCache, read_file
 from diagkit.trace.schema import Header, Moment
 from diagkit.trace.spans import in_spans, parse_spans
-from diagkit.trace.values import clip
+from diagkit.trace.values import clip, printable
 
 if TYPE_CHECKING:
     import pandas
@@ -107,6 +107,15 @@ class Trace:
         rows = max(len(rank.rows) for rank in self)
         counts = f"{rows} rows, {moments} moments, {failures} failures"
         return f"<Trace {header.run or '?'}: {len(self)} of {self.world_size} ranks, {device}, {counts}>"
+
+    def __str__(self) -> str:
+        """What moved, when, and whose line moved it, on the lowest rank; what failed; in about a dozen lines."""
+        from diagkit.trace.summary import summary
+
+        first = next(iter(self))
+        head = f"rank {first.rank}:" if len(self) > 1 else ""
+        lines = [repr(self), *([head] if head else []), *(f"  {line}" for line in summary(first))]
+        return "\n".join([*lines, *(f"missing: {printable(problem)}" for problem in self.problems[:3])])
 
     def _repr_html_(self) -> str:
         from diagkit.views.html import trace_html

@@ -60,6 +60,14 @@ class RankTrace:
         self._facts_of: dict[int, int] = {}  # number in the file -> index in `facts`
         self._last: tuple[int, State] | None = None
 
+    def __repr__(self) -> str:
+        header = self.header
+        device = f"{'simulated ' if header.simulated else ''}{header.device}"
+        failures = len(self.failures)
+        counts = f"{len(self.rows)} rows, {len(self.moments)} moments, {failures} failure{'s' * (failures != 1)}"
+        end = "" if self.ended else ", cut off"
+        return f"<RankTrace {header.run or '?'}: rank {header.rank} of {header.world_size}, {device}, {counts}{end}>"
+
     @property
     def rank(self) -> int:
         return self.header.rank

@@ -112,3 +112,8 @@ def failure(data: Mapping[str, Any]) -> Failure:
 
 def clip(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """The text with control and direction characters written out: traces come from strangers."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
