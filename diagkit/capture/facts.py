@@ -46,11 +46,14 @@ class GroupWatch:
         if state is None or (group is None and self.group is not None):
             return None
         try:
+            root = state._is_root
+            # What is done once stays done, unless the root mark is taken away again.
+            done = root is not None and self.last is not None and self.last[3] == "done"
             now = (
-                None if group is None else internals.enum_name(group._sharded_state),
-                internals.enum_name((group or state)._training_state),
-                state._is_root,
-                internals.lazy_init_state(state),
+                None if group is None else group._sharded_state,
+                (group or state)._training_state,
+                root,
+                "done" if done else internals.lazy_init_state(state),
                 internals.backward_pending(state),
                 internals.backward_running(),
             )
@@ -60,8 +63,8 @@ class GroupWatch:
                 sharded, training, root, lazy, pending, running = now
                 self.facts = GroupFacts(
                     **self.fixed,
-                    sharded_state=sharded,
-                    training_state=training,
+                    sharded_state=internals.enum_name(sharded),
+                    training_state=internals.enum_name(training),
                     root=root,
                     lazy_init=lazy,
                     backward_pending=pending,
