@@ -70,6 +70,17 @@ def test_a_traceback_is_found_behind_any_prefix(name: str) -> None:
     assert found.error == f"RuntimeError: {TEXT}" or found.error == f"RuntimeError: {TEXT} bye"
 
 
+def test_a_message_ends_where_a_logger_writes_the_next() -> None:
+    def log(second: int, text: str) -> str:
+        return f"2026-01-01T12:00:0{second}.5Z stderr F {text}"
+
+    error = [log(1, LINES[0]), log(1, LINES[1]), log(2, "RuntimeError: Error in loading:")]
+    found = explain_log(
+        [*error, log(2, "with the same time"), log(3, "\tMissing key"), log(3, "step 4"), log(3, "  x")]
+    )
+    assert found is not None and found.error == "RuntimeError: Error in loading: with the same time Missing key"
+
+
 def test_workers_that_share_a_learnt_prefix_are_told_apart() -> None:
     other = [LINES[0], '  File "/job/other.py", line 9, in load', "    x", "    y", "ValueError: something else"]
     mixed = [

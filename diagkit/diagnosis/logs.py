@@ -63,6 +63,7 @@ class LoggedError:
     where: str = ""
     rank: int | None = None
     pid: str = ""
+    prefix: str = ""  # what a logger wrote before it
 
     @property
     def echo(self) -> bool:
@@ -118,11 +119,16 @@ class _Reader:
         found: list[LoggedError] = []
         kept = {True: 0, False: 0}
         for number, line in enumerate(lines, 1):
-            stream, text, outer = self._prefixes.cut(_ANSI.sub("", line[:LINE_LIMIT]).rstrip("\r\n"))
+            stream, text, outer, prefix = self._prefixes.cut(_ANSI.sub("", line[:LINE_LIMIT]).rstrip("\r\n"))
             self._note_ranks(stream, text)
             if stream != outer and MARKER.match(text):
                 self._begin(outer)  # a logger may set its prefix before the first line alone
+            last = self._last.get(stream)
+            if last is not None and last.prefix != prefix and not text.startswith((" ", "\t")):
+                del self._last[stream]  # another message: a logger's time differs, and this is no indented detail
             error = self._read(stream, text, number)
+            if error is not None:
+                error.prefix = prefix
             if error is not None and kept[known := self._names_text(error.message)] < ERROR_LIMIT:
                 kept[known] += 1
                 found.append(error)

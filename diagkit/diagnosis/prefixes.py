@@ -38,17 +38,19 @@ class Prefixes:
         self._indents: dict[str, str] = {}
         self._count = 0
 
-    def cut(self, line: str) -> tuple[str, str, str]:
-        """The stream of a line, what it says, and the stream of the lines that go on without its prefix.
+    def cut(self, line: str) -> tuple[str, str, str, str]:
+        """The stream of a line, what it says, the stream of the lines that go on without its learnt prefix, and that
+        prefix.
 
         >>> Prefixes().cut("[rank3]: boom")
-        ('rank 3', 'boom', 'rank 3')
+        ('rank 3', 'boom', 'rank 3', '')
         """
         outer, text = _known(line)
-        stream = outer
+        stream, cut = outer, ""
         for shape in self._shapes.get(outer, {}).values():
             if found := shape.match(text):
-                stream, text = _stream(outer, found[0]), text[found.end() :]
+                cut = found[0]
+                stream, text = _stream(outer, cut), text[found.end() :]
                 break
         text = text[_end(_GUTTER.match(text)) :]
         marker = MARKER.search(text)
@@ -59,13 +61,13 @@ class Prefixes:
                 self._indents[stream] = before
             elif stream == outer and len(before) <= PREFIX_LIMIT:
                 self._learn(outer, before)
-                stream = _stream(outer, before)
+                stream, cut = _stream(outer, before), before
                 self._indents.pop(stream, None)
             if len(self._indents) > 10 * SHAPE_LIMIT:
                 self._indents.clear()
         elif indent := self._indents.get(stream, ""):
             text = text.removeprefix(indent)
-        return stream, text, outer
+        return stream, text, outer, cut
 
     def _learn(self, outer: str, prefix: str) -> None:
         pattern = "".join(map(_generalised, _PIECES.finditer(prefix)))
