@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 from diagkit import torch_internals as internals
 from diagkit.capture import snapshot
 from diagkit.diagnosis.diagnose import diagnose
-from diagkit.diagnosis.explain import Explanation, by_facts
+from diagkit.diagnosis.explain import Explanation, by_facts, by_text
 from diagkit.diagnosis.finding import Findings
 from diagkit.diagnosis.operation import operation_of
 from diagkit.diagnosis.predictions import Prediction, facets, measure, predict
@@ -197,7 +197,11 @@ def explain(exc: BaseException | None = None) -> Explanation:
         trace = found.snapshot()
         if trace is not None:
             findings = diagnose(trace, blamed)
-    return by_facts(blamed, findings, operation, earlier=earlier if blamed is failure else None, where=_where(error))
+    before = earlier if blamed is failure else None
+    if isinstance(findings, Findings) and findings.blind:  # there may be facts that speak for it, only nobody saw them
+        told = by_text(blamed, operation, where=_where(error), earlier=before)
+        return replace(told, notes=(f"nothing could be looked at: {findings.blind}",))
+    return by_facts(blamed, findings, operation, earlier=before, where=_where(error))
 
 
 def _through_dtensor(chain: Iterable[BaseException]) -> bool:

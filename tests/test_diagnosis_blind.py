@@ -109,3 +109,14 @@ def test_an_optimizer_that_trains_nothing_of_the_model_is_noted() -> None:
     assert dk.inspect(model, torch.optim.AdamW(model.parameters())).notes == ()
     half = torch.optim.AdamW([model.weight, other.weight])
     assert dk.inspect(model, half).notes == ()
+
+
+def test_an_exception_beside_a_model_that_nobody_could_look_at_is_explained_by_its_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diagkit.live._Found.snapshot", lambda self: _empty(0))
+    text = "Attempted to set the storage of a tensor on device cpu to a storage on different device npu:0"
+    found = dk.explain(RuntimeError(text))
+    assert not found.certain and [rule.code for rule in found.candidates] == ["DK101", "DK102"]
+    assert found.notes == (f"nothing could be looked at: the recorder itself failed: {FAULT}",)
+    assert "not an FSDP2 residency problem" not in repr(found)
