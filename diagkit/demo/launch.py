@@ -259,4 +259,5 @@ def _evidence(folder: Path, operation: str) -> dict[str, Any]:
 
 
 def _ended(status: int, timeout: float) -> str:
-    return f"no answer within {timeout:g} s" if status == -9 else f"the process ended with status {status}"
+    # Killed when the time was up, or done by itself in the moment before: late either way.
+    return f"no answer within {timeout:g} s" if status in (-9, 0) else f"the process ended with status {status}"
