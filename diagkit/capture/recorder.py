@@ -34,6 +34,7 @@ from diagkit.trace.schema import (
     ENTER,
     EXIT,
     FAILURE,
+    GRADIENT,
     MARK,
     TENSOR_KINDS,
     Cause,
@@ -52,6 +53,7 @@ _SCOPES: dict[str, frozenset[str]] = {
 }
 #: Groups and optimizers change by themselves as training goes on; only of tensors is it asked who moved them.
 _TENSORS = frozenset(TENSOR_KINDS)
+_SHOWN = _TENSORS - {GRADIENT}  # what a state dict can hold
 #: Faults of our own that are told, each once.
 TROUBLES = 20
 #: Modules through which a phase is entered for a block of somebody else's.
@@ -257,7 +259,7 @@ class Recorder:
         """Takes in what changed since the last moment, so that this call is not blamed for it."""
         if call.operation.notable:
             with self._lock:
-                if self._read(_SCOPES[call.operation.scope] & _TENSORS):
+                if self._read(_SCOPES[call.operation.scope] & (_SHOWN if call.operation.looks else _TENSORS)):
                     outer = next((outer for outer in call.around() if self in outer.told), None)
                     if outer is None:
                         self._write(MARK, f"before {call.operation.name}")

@@ -353,8 +353,11 @@ def _one_line(error: Exception) -> str:
     return " ".join(text.split())[:200]
 
 
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, default=str).encode
+
+
 def _dump(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, default=str).encode("ascii")
+    return _encode(value).encode("ascii")
 
 
 def _runs(values: Sequence[tuple[int, ...] | None]) -> list[Any]:
