@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-#: The oldest torch whose FSDP2 has the parts read here, and the oldest on which the split raises.
+#: The oldest torch whose FSDP2 has the parts read here.
 CAPTURE_FLOOR = (2, 8)
-SPLIT_RAISES_SINCE = (2, 9)
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 
@@ -72,13 +71,6 @@ def accelerator_index(device: str) -> int | None:
 
 
 # ---- DTensor
-
-
-def dtensor_class() -> type | None:
-    """DTensor, if the process has it."""
-    module = loaded("torch.distributed.tensor._api") or loaded("torch.distributed.tensor")
-    found = getattr(module, "DTensor", None)
-    return found if isinstance(found, type) else None
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor | None:

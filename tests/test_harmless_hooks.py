@@ -707,7 +707,7 @@ def test_threads_that_share_a_recorder_lose_no_event() -> None:
     assert {trace.facts[final.facts[row.id]].dtype for row in trace.rows if row.kind == PARAMETER} == {"float32"}  # type: ignore[union-attr]  # fmt: skip
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="torch version: no fork on this system")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_writes_nothing_and_may_record_for_itself(tmp_path: pathlib.Path) -> None:
     model = small()
     with dk.record(model, out=tmp_path / "parent") as recorder, recorder.phase("train"):
@@ -817,7 +817,7 @@ def test_a_folder_that_may_not_be_written_is_one_warning_and_the_job_goes_on(
     assert message.endswith("Name a folder that can be written. The job goes on.")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="torch version: no /dev/full on this system")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
 def test_a_job_on_a_full_disk_computes_the_same_with_one_warning(tmp_path: pathlib.Path) -> None:
     def job() -> list[Any]:
         model = small()

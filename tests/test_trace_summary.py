@@ -65,6 +65,6 @@ def test_nothing_moved_and_nothing_told_moves_a_cursor() -> None:
 
 def test_a_rank_shows_itself_in_one_line() -> None:
     trace = engine_trace(ranks=2)
-    assert repr(trace[1]) == "<RankTrace test: rank 1 of 2, simulated npu, 24 rows, 13 moments, 2 failures>"
+    assert repr(trace[1]) == "<RankTrace test: rank 1 of 2, simulated npu, 24 rows, 12 moments, 1 failures>"
     trace[1].ended = None
-    assert repr(trace[1]).endswith("2 failures, cut off>")
+    assert repr(trace[1]).endswith("1 failures, cut off>")

@@ -188,10 +188,10 @@ def test_one_pattern_can_be_expanded() -> None:
 
 def test_moments_can_be_chosen_and_those_left_out_are_counted() -> None:
     trace = engine_trace()
-    assert "Shown: 3 of 13 moments" in residency_map(trace, moments=3).to_text()
+    assert "Shown: 3 of 12 moments" in residency_map(trace, moments=3).to_text()
     assert "save: Module.to" in residency_map(trace, moments=3).to_text()
     chosen = residency_map(trace, moments=[4, 9]).to_text()
-    assert "after init" in chosen and "Shown: 2 of 13 moments" in chosen
+    assert "after init" in chosen and "Shown: 2 of 12 moments" in chosen
 
 
 def test_rows_that_do_not_fit_are_counted_and_no_split_is_dropped() -> None:
@@ -218,7 +218,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
         lambda: residency_map(engine_trace(), phase="lunch"),
         "no such phase in this trace: found lunch, expected one of init",
     ),
-    (lambda: residency_map(engine_trace(), moments=[99]), "no such moment in this trace: found 99, expected 0 to 12"),
+    (lambda: residency_map(engine_trace(), moments=[99]), "no such moment in this trace: found 99, expected 0 to 11"),
     (lambda: residency_map(engine_trace(), moments=0), "a figure needs at least one moment"),
     (lambda: residency_map(engine_trace(), kinds=("widget",)), "unknown kind of tensor: found widget"),
     (lambda: residency_map(engine_trace(), kinds=("export",)), "nothing to show"),

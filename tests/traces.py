@@ -158,7 +158,6 @@ def _rank(names: Sequence[str], guarded: bool, rank: int, ranks: int, fails: boo
             failure=failure,
             cause=cause("FSDPEngine.save_checkpoint", "Module.state_dict", line=44),
         )
-        write(FAILURE, "save", 3, [], failure=Failure("RuntimeError", SPLIT_MESSAGE, "save", handled=True))
     if heals:
         write(
             CALL,

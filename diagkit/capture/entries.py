@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,14 +21,6 @@ from diagkit.capture.residency import NO_STORAGE, Key, read, read_managed
 #: Key and storage of a tensor that is not there.
 GONE: tuple[None, int] = (None, NO_STORAGE)
 Reading = tuple[Key | None, int]
-
-
-class Entry(Protocol):
-    """What the inventory asks of an entry."""
-
-    def tensor(self) -> torch.Tensor | None: ...
-
-    def read(self, known: Key | None, storage: int) -> Reading: ...
 
 
 class Slot:

@@ -67,11 +67,6 @@ class Options:
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
-    @property
-    def selective(self) -> bool:
-        """Whether some tensors are left out."""
-        return bool(self.include or self.exclude)
-
     def told(self) -> dict[str, str]:
         """What of this a reader of the trace must know, for its header: which ranks and tensors were left out."""
         found = {"ranks": self.ranks, "include": ", ".join(self.include), "exclude": ", ".join(self.exclude)}

@@ -257,7 +257,6 @@ class Failure:
     type: str
     message: str
     operation: str  # the observed call or the phase's name
-    handled: bool = False  # it had already been told by an inner moment
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def _events(rank: RankTrace) -> Iterator[tuple[Moment, str]]:
         yield moment, f"{_counted(rows)} {old} -> {new} by {moment.cause or moment.label}"
     for moment in rank.failures:
         failure = moment.failure
-        if failure is not None and not failure.handled:
+        if failure is not None:
             where = f" at {moment.cause.frame}" if moment.cause and moment.cause.frame else ""
             yield moment, f"{failure.operation} failed{where}: {failure.type}: {' '.join(failure.message.split())}"
 

@@ -106,7 +106,6 @@ def failure(data: Mapping[str, Any]) -> Failure:
         type=clip(str(data.get("type", "")), 200),
         message=clip(str(data.get("message", "")), 4000),
         operation=clip(str(data.get("operation", "")), 500),
-        handled=data.get("handled") is True,
     )
 
 

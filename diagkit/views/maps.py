@@ -164,7 +164,7 @@ def _alike(moment: Moment, first: Moment) -> bool:
     mine, its = moment.failure, first.failure
     if mine is None or its is None or moment.phase != first.phase:
         return False
-    return (mine.type, mine.operation, mine.handled) == (its.type, its.operation, its.handled)
+    return (mine.type, mine.operation) == (its.type, its.operation)
 
 
 def _draw(

@@ -187,8 +187,7 @@ def _weight(columns: Sequence[Column], i: int) -> int:
     column, before = columns[i], columns[i - 1] if i else None
     if column.present == 0:
         return 0
-    failure = column.moment.failure
-    if failure is not None and not failure.handled:
+    if column.moment.failure is not None:
         return 10 if not any(c.failed for c in columns[:i]) else 4
     if column.splits and not (before and before.splits):
         return 9

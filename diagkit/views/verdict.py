@@ -59,7 +59,7 @@ def split_runs(columns: Sequence[Column]) -> list[Run]:
 def judge(story: Story) -> Verdict:
     """The verdict on a story."""
     columns = story.every
-    failure = next((c for c in columns if c.moment.failure and not c.moment.failure.handled), None)
+    failure = next((c for c in columns if c.moment.failure), None)
     runs = split_runs(columns)
     lasting = next((run for run in runs if run.lasting), None)
     raised = _raised(failure.moment.failure) if failure and failure.moment.failure else ""

@@ -99,7 +99,7 @@ def notes(story: Story, verdict: Verdict, limit: int = 4) -> list[Note]:
     for c, column in enumerate(story.columns):
         moment = column.moment
         run = runs.get(position[moment.index])
-        if moment.failure is not None and not moment.failure.handled and not failed:
+        if moment.failure is not None and not failed:
             failed = True
             at = f"{frame_text(moment.cause.frame)}: " if moment.cause and moment.cause.frame else ""
             found.append((0, c, f"{at}{clean(moment.failure.type)}: {clean(moment.failure.message)}", True))

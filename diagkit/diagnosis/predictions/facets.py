@@ -35,9 +35,6 @@ class Facets:
     buffers: str = "home"  # "home" (with the computation, or none), "cpu", "meta"
     ranks: str = "one"  # "one", "cpu backend", "no cpu backend"
 
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
-
     def distance(self, other: Facets) -> int:
         """How unlike two states are; facets that decide more weigh more."""
         weights = {
