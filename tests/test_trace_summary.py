@@ -65,6 +65,6 @@ def test_nothing_moved_and_nothing_told_moves_a_cursor() -> None:
 
 def test_a_rank_shows_itself_in_one_line() -> None:
     trace = engine_trace(ranks=2)
-    assert repr(trace[1]) == "<RankTrace test: rank 1 of 2, simulated npu, 24 rows, 12 moments, 1 failures>"
+    assert repr(trace[1]) == "<RankTrace test: rank 1 of 2, simulated npu, 24 rows, 12 moments, 1 failure>"
     trace[1].ended = None
-    assert repr(trace[1]).endswith("1 failures, cut off>")
+    assert repr(trace[1]).endswith("1 failure, cut off>")
