@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from diagkit.language import tr
 from diagkit.trace.schema import (
     EngineFacts,
     Facts,
@@ -29,6 +30,8 @@ from diagkit.trace.schema import (
 SEVERITIES = ("memory", "slow", "later", "silent", "hang", "now")
 
 HEADINGS = ("What happens", "How to see it", "Remedy", "Call", "Seen in", "Detected by", "Severity")
+#: The parts of a lesson that are the same in every language: code, and numbers of public threads.
+UNTRANSLATED = ("Call", "Seen in")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,8 @@ class Rule:
     follows: tuple[str, ...] = ()
     rests: bool = True
     family: str = ""
-    title: str = ""
-    text: dict[str, str] = field(default_factory=dict)
+    english_title: str = ""
+    english: dict[str, str] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         return hash(self.code)
@@ -138,17 +141,27 @@ class Rule:
         return isinstance(other, Rule) and other.code == self.code
 
     @property
+    def title(self) -> str:
+        """What is wrong, in the language chosen now."""
+        return tr(self.english_title)
+
+    @property
+    def text(self) -> dict[str, str]:
+        """The parts of the lesson by their (English) heading, in the language chosen now."""
+        return {name: part if name in UNTRANSLATED else tr(part) for name, part in self.english.items()}
+
+    @property
     def references(self) -> tuple[str, ...]:
         """Public threads in which it was met."""
-        return tuple(part.strip() for part in self.text.get("Seen in", "").rstrip(".").split(";") if part.strip())
+        return tuple(part.strip() for part in self.english.get("Seen in", "").rstrip(".").split(";") if part.strip())
 
     @property
     def lesson(self) -> str:
         """The rule's docstring as the page that `diagkit hazards CODE` prints."""
         lines = [f"{self.code} · {self.title}", ""]
         for heading in HEADINGS:
-            if heading in self.text:
-                lines += [f"{heading}: {self.text[heading]}", ""]
+            if heading in self.english:
+                lines += [f"{tr(heading)}: {self.text[heading]}", ""]
         return "\n".join(lines).rstrip()
 
 
