@@ -53,13 +53,13 @@ def chosen() -> str:
     return _chosen.get()
 
 
-def tr(text: str, **values: object) -> str:
+def tr(text: str, /, **values: object) -> str:
     """The text in the chosen language, with the values in their places."""
     told = _catalogue(_chosen.get()).gettext(text) if text else text
     return told.format(**values) if values else told
 
 
-def trn(one: str, many: str, count: int, **values: object) -> str:
+def trn(one: str, many: str, count: int, /, **values: object) -> str:
     """The text for one or for many, in the chosen language; ``{count}`` is the number, with separators."""
     told = _catalogue(_chosen.get()).ngettext(one, many, count)
     return told.format(count=f"{count:,}", **values)

@@ -11,6 +11,7 @@ from diagkit.diagnosis.finding import Finding, Findings, ranks_text
 from diagkit.diagnosis.judge import Hit, Judge
 from diagkit.diagnosis.predictions import consequences
 from diagkit.diagnosis.words import as_of, evidence, idle_optimizers, name_of, residency_text, resting_buffers
+from diagkit.language import tr
 from diagkit.trace import RankTrace, Trace
 from diagkit.trace.schema import TENSOR_KINDS, Cause, Failure, Residency
 
@@ -33,7 +34,7 @@ def diagnose(trace: Trace | RankTrace, failure: Failure | None = None) -> Findin
     unseen = [rank for rank in ranks if not _looked_at(rank)]
     if unseen and len(unseen) < len(ranks):
         shown = ranks_text(tuple(sorted(rank.rank for rank in unseen)), len(ranks))
-        others[f"no tensor could be looked at on rank {shown}: {_why_blind(unseen[0])}"] = None
+        others[tr("no tensor could be looked at on rank {ranks}: {why}", ranks=shown, why=_why_blind(unseen[0]))] = None
     world_size = max((rank.header.world_size for rank in ranks), default=1)
     findings = [_finding(group, world_size, failure) for group in _alike(hits)]
     if any(f.code == "DK501" for f in findings):
@@ -55,11 +56,13 @@ def _looked_at(rank: RankTrace) -> bool:
 
 def _why_blind(rank: RankTrace) -> str:
     if rank.troubles:
-        return f"the recorder itself failed: {rank.troubles[0]}"
+        return tr("the recorder itself failed: {trouble}", trouble=rank.troubles[0])
     if rank.problems:
         return rank.problems[0]
     chosen = [f"{name} {text}" for name in ("include", "exclude") if (text := rank.header.job.get(f"diagkit.{name}"))]
-    return f"no tensor is left by {', '.join(chosen)}" if chosen else "there is no parameter and no buffer in it"
+    if chosen:
+        return tr("no tensor is left by {filters}", filters=", ".join(chosen))
+    return tr("there is no parameter and no buffer in it")
 
 
 def _troubles(ranks: list[RankTrace]) -> list[str]:
@@ -70,7 +73,10 @@ def _troubles(ranks: list[RankTrace]) -> list[str]:
             told.setdefault(trouble, []).append(rank.rank)
     if len(ranks) == 1:
         return list(told)
-    return [f"{trouble} (rank {ranks_text(tuple(sorted(on)), len(ranks))})" for trouble, on in told.items()]
+    return [
+        tr("{text} (rank {ranks})", text=trouble, ranks=ranks_text(tuple(sorted(on)), len(ranks)))
+        for trouble, on in told.items()
+    ]
 
 
 def _alike(hits: Iterable[Hit]) -> list[list[Hit]]:

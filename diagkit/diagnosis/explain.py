@@ -15,10 +15,11 @@ from diagkit.diagnosis.finding import Finding, Findings
 from diagkit.diagnosis.operation import likely, ordered
 from diagkit.diagnosis.rule import Rule, find_rules
 from diagkit.diagnosis.signatures import said
+from diagkit.language import msg, tr
 from diagkit.trace.schema import Failure
 from diagkit.trace.values import printable
 
-NOT_OURS = "not an FSDP2 residency problem"
+NOT_OURS = msg("not an FSDP2 residency problem")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,34 +68,35 @@ class Explanation:
     def __repr__(self) -> str:
         lines = [self.error]
         at = [
-            f"rank {self.rank}" if self.rank is not None else "",
-            f"during {self.operation}" if self.operation else "",
+            tr("rank {rank}", rank=self.rank) if self.rank is not None else "",
+            tr("during {operation}", operation=self.operation) if self.operation else "",
             self.where,
         ]
         if any(at):
             lines.append("  " + ", ".join(filter(None, at)))
         if self.earlier:
-            lines.append(f"  the first error, which this one follows from: {self.earlier}")
+            lines.append("  " + tr("the first error, which this one follows from: {error}", error=self.earlier))
         if self.findings:
             for finding in self.findings:
                 lines += ["", *finding.lines()]
         elif self.candidates:
-            lines += ["", "The text alone fits, the likeliest first:"]
+            lines += ["", tr("The text alone fits, the likeliest first:")]
             lines += [f"  {r.code}  {r.title}" for r in self.candidates]
-            lines += ["", f"If it is {self.candidates[0].code}: {self.candidates[0].text['Remedy']}"]
+            first = self.candidates[0]
+            lines += ["", tr("If it is {code}: {remedy}", code=first.code, remedy=first.text["Remedy"])]
         else:
-            lines += ["", NOT_OURS]
-            lines += [f"  beside it there is {f.code} {f.title}" for f in self.beside]
+            lines += ["", tr(NOT_OURS)]
+            lines += ["  " + tr("beside it there is {code} {title}", code=f.code, title=f.title) for f in self.beside]
         if self.next:
-            lines += ["", "To be sure:", *(f"  {step}" for step in self.next)]
-        lines += [f"note: {note}" for note in self.notes]
+            lines += ["", tr("To be sure:"), *(f"  {step}" for step in self.next)]
+        lines += [f"{tr('note')}: {note}" for note in self.notes]
         return "\n".join(map(printable, lines))
 
     def _repr_html_(self) -> str:
         if not self.findings:
             return f"<pre>{html.escape(repr(self))}</pre>"
         head = f"<p><code>{html.escape(self.error)}</code><br>{html.escape(self.where)}</p>"
-        first = f"<p>the first error: {html.escape(self.earlier)}</p>" if self.earlier else ""
+        first = f"<p>{html.escape(tr('the first error: {error}', error=self.earlier))}</p>" if self.earlier else ""
         return f"<div>{head}{first}{Findings(self.findings)._repr_html_()}</div>"
 
 
@@ -127,7 +129,7 @@ def by_facts(
         earlier=_error(earlier) if earlier is not None else "",
         notes=()
         if explains or not names
-        else (f"the text is known ({', '.join(sorted(names))}), but no fact supports it",),
+        else (tr("the text is known ({names}), but no fact supports it", names=", ".join(sorted(names))),),
     )
 
 
@@ -140,9 +142,11 @@ def by_text(
     steps: tuple[str, ...] = ()
     if candidates:
         steps = (
-            "record the run: diagkit run --out runs/a SCRIPT ARGS, or dk.record(model, optimizer, out=...) in code; "
-            "then diagkit diagnose runs/a",
-            "or, where the process still lives: dk.explain() in the except block, or dk.inspect(model, optimizer)",
+            tr(
+                "record the run: diagkit run --out runs/a SCRIPT ARGS, or dk.record(model, optimizer, out=...) in "
+                "code; then diagkit diagnose runs/a"
+            ),
+            tr("or, where the process still lives: dk.explain() in the except block, or dk.inspect(model, optimizer)"),
         )
     return Explanation(
         error=_error(failure),

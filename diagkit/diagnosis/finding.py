@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diagkit.diagnosis.rule import SEVERITIES, Rule
+from diagkit.language import tr, trn
 from diagkit.trace.patterns import compress
 from diagkit.trace.schema import Cause
 from diagkit.trace.values import printable
@@ -113,25 +114,31 @@ class Finding:
     def lines(self, width: int = 3) -> list[str]:
         """The finding for a terminal; ``width`` is how many patterns and consequences are written out."""
         head = f"{self.code} {self.title} [{self.severity}]"
-        out = [head + ("" if self.lasting else " (gone by the end)")]
+        out = [head + ("" if self.lasting else " " + tr("(gone by the end)"))]
         if self.follows:
-            out.append(f"  follows from {self.follows}: mend that first")
-        shown = ", ".join(self.where[:width]) + (
-            f" and {len(self.where) - width} more" if len(self.where) > width else ""
+            out.append("  " + tr("follows from {code}: mend that first", code=self.follows))
+        where = self.where
+        shown = ", ".join(where[:width]) + (
+            trn(" and {count} more", " and {count} more", len(where) - width) if len(where) > width else ""
         )
-        out.append(f"  where: {shown or '-'}" + (f" ({self.residency})" if self.residency else ""))
-        out.append(
-            f"  ranks: {ranks_text(self.ranks, self.world_size)}" + (f", phase {self.phase}" if self.phase else "")
-        )
-        out += [f"  seen: {line}" for line in self.evidence]
+        out.append(f"  {tr('where')}: {shown or '-'}" + (f" ({self.residency})" if self.residency else ""))
+        phase = ", " + tr("phase {name}", name=self.phase) if self.phase else ""
+        out.append(f"  {tr('ranks')}: {ranks_text(self.ranks, self.world_size)}{phase}")
+        out += [f"  {tr('seen')}: {line}" for line in self.evidence]
         if self.cause is not None:
-            out.append(f"  cause: {self.cause}")
+            out.append(f"  {tr('cause')}: {self.cause}")
         bad = [c for c in self.consequences if c.outcome not in ("ok", "unknown")]
-        out += [f"  next, {self.as_of}: {c}" if self.as_of else f"  next: {c}" for c in bad[:width]]
+        next_ = tr("next, {when}", when=self.as_of) if self.as_of else tr("next")
+        out += [f"  {next_}: {c}" for c in bad[:width]]
         if len(bad) > width:
-            out.append(f"  next: and {len(bad) - width} more operations that fail or go wrong")
-        out.append(f"  remedy: {self.remedy}")
-        out += [f"  call: {line}" for line in self.call.splitlines()]
+            more = trn(
+                "and {count} more operation that fails or goes wrong",
+                "and {count} more operations that fail or go wrong",
+                len(bad) - width,
+            )
+            out.append(f"  {tr('next')}: {more}")
+        out.append(f"  {tr('remedy')}: {self.remedy}")
+        out += [f"  {tr('call')}: {line}" for line in self.call.splitlines()]
         return [printable(line) for line in out]  # traces come from strangers
 
 
@@ -206,25 +213,28 @@ class Findings(list[Finding]):
         }
 
     def __repr__(self) -> str:
-        where = " (simulated accelerator)" if self.simulated else ""
+        where = " " + tr("(simulated accelerator)") if self.simulated else ""
         if not self and self.blind:
-            head = printable(f"nothing could be looked at{where}: {self.blind}")
+            head = printable(f"{tr('nothing could be looked at')}{where}: {self.blind}")
         elif not self:
-            head = f"no residency hazard found{where}"
+            head = f"{tr('no residency hazard found')}{where}"
         else:
-            head = f"{len(self)} finding{'s' if len(self) > 1 else ''}{where}: {', '.join(self.codes)}"
+            head = f"{trn('{count} finding', '{count} findings', len(self))}{where}: {', '.join(self.codes)}"
         lines = [head]
         for finding in self:
             lines += ["", *finding.lines()]
-        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"{tr('note')}: {note}" for note in self.notes]
         lines += self._unread()
         return "\n".join(lines)
 
     def _unread(self) -> list[str]:
         torch = [problem for problem in self.problems if problem not in self.troubles]
-        lines = [f"not readable on this torch: {problem}" for problem in torch[:8]]
+        lines = [tr("not readable on this torch: {problem}", problem=problem) for problem in torch[:8]]
         told = [trouble for trouble in self.troubles if self or trouble not in self.blind]
-        return [*lines, *(printable(f"the recorder itself failed: {trouble}") for trouble in told[:8])]
+        return [
+            *lines,
+            *(printable(tr("the recorder itself failed: {trouble}", trouble=trouble)) for trouble in told[:8]),
+        ]
 
     def _repr_html_(self) -> str:
         head, *rest = repr(self).splitlines()[:1] or [""]
@@ -232,14 +242,22 @@ class Findings(list[Finding]):
         for n, f in enumerate(self):
             where = html.escape("; ".join(f.where[:3])) + (" …" if len(f.where) > 3 else "")
             cells = [
-                ("where", f"<code>{where}</code> {html.escape(f.residency)}"),
-                ("ranks", html.escape(ranks_text(f.ranks, f.world_size))),
-                *(("seen", html.escape(line)) for line in f.evidence),
-                *([("cause", f"<code>{html.escape(str(f.cause))}</code>")] if f.cause else []),
-                *([("next", html.escape(f"in the state {f.as_of}:"))] if f.as_of and f.consequences else []),
-                *(("next", html.escape(str(c))) for c in f.consequences if c.outcome not in ("ok", "unknown")),
-                ("remedy", html.escape(f.remedy)),
-                *([("call", f"<code>{'<br>'.join(map(html.escape, f.call.splitlines()))}</code>")] if f.call else []),
+                (tr("where"), f"<code>{where}</code> {html.escape(f.residency)}"),
+                (tr("ranks"), html.escape(ranks_text(f.ranks, f.world_size))),
+                *((tr("seen"), html.escape(line)) for line in f.evidence),
+                *([(tr("cause"), f"<code>{html.escape(str(f.cause))}</code>")] if f.cause else []),
+                *(
+                    [(tr("next"), html.escape(tr("in the state {when}:", when=f.as_of)))]
+                    if f.as_of and f.consequences
+                    else []
+                ),
+                *((tr("next"), html.escape(str(c))) for c in f.consequences if c.outcome not in ("ok", "unknown")),
+                (tr("remedy"), html.escape(f.remedy)),
+                *(
+                    [(tr("call"), f"<code>{'<br>'.join(map(html.escape, f.call.splitlines()))}</code>")]
+                    if f.call
+                    else []
+                ),
             ]
             body = "".join(
                 f"<tr><th style='text-align:left;vertical-align:top'>{k}</th><td style='text-align:left'>{v}</td></tr>"
@@ -248,7 +266,7 @@ class Findings(list[Finding]):
             title = html.escape(f"{f.code} {f.title} [{f.severity}]")
             opened = "" if n else " open"
             parts.append(f"<details{opened}><summary>{title}</summary><table>{body}</table></details>")
-        parts += [f"<p>note: {html.escape(note)}</p>" for note in self.notes]
+        parts += [f"<p>{tr('note')}: {html.escape(note)}</p>" for note in self.notes]
         parts += [f"<p>{html.escape(line)}</p>" for line in self._unread()]
         return "".join(parts) + "</div>"
 
@@ -260,17 +278,17 @@ def ranks_text(ranks: tuple[int, ...], world_size: int) -> str:
     '0..2, 5 of 8'
     """
     if len(ranks) == world_size:
-        return f"all {world_size}" if world_size > 1 else "0, the only one" if ranks == (0,) else f"{ranks[0]}"
+        if world_size > 1:
+            return tr("all {count}", count=world_size)
+        return tr("0, the only one") if ranks == (0,) else f"{ranks[0]}"
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    return (
-        ", ".join(str(a) if a == b else f"{a}..{b}" if b > a + 1 else f"{a}, {b}" for a, b in spans)
-        + f" of {world_size}"
-    )
+    shown = ", ".join(str(a) if a == b else f"{a}..{b}" if b > a + 1 else f"{a}, {b}" for a, b in spans)
+    return tr("{ranks} of {count}", ranks=shown, count=world_size)
 
 
 def _cause(cause: Cause) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from diagkit.diagnosis.judge import Hit
 from diagkit.diagnosis.moments import is_look
+from diagkit.language import msg, tr, trn
 from diagkit.trace import RankTrace
 from diagkit.trace.patterns import compress
 from diagkit.trace.schema import (
@@ -27,15 +28,16 @@ from diagkit.trace.schema import (
     device_type,
 )
 
+#: Kind of row -> its noun with a number, for one and for many.
 KINDS = {
-    PARAMETER: ("parameter", "parameters"),
-    BUFFER: ("buffer", "buffers"),
-    GRADIENT: ("gradient", "gradients"),
-    OPTIMIZER_STATE: ("optimizer state", "optimizer states"),
-    EXPORT: ("exported tensor", "exported tensors"),
-    "fsdp_group": ("FSDP group", "FSDP groups"),
-    "engine": ("engine", "engines"),
-    "optimizer": ("optimizer", "optimizers"),
+    PARAMETER: (msg("{count} parameter"), msg("{count} parameters")),
+    BUFFER: (msg("{count} buffer"), msg("{count} buffers")),
+    GRADIENT: (msg("{count} gradient"), msg("{count} gradients")),
+    OPTIMIZER_STATE: (msg("{count} optimizer state"), msg("{count} optimizer states")),
+    EXPORT: (msg("{count} exported tensor"), msg("{count} exported tensors")),
+    "fsdp_group": (msg("{count} FSDP group"), msg("{count} FSDP groups")),
+    "engine": (msg("{count} engine"), msg("{count} engines")),
+    "optimizer": (msg("{count} optimizer"), msg("{count} optimizers")),
 }
 
 
@@ -73,10 +75,11 @@ def evidence(hit: Hit, failure: Failure | None) -> Iterator[str]:
     if (policy := _policy(hit)) and not isinstance(facts, GroupFacts):
         yield policy
     if hit.origin is not None and hit.origin.index != 0:
-        yield f"since {moment_text(hit.rank, hit.origin)}"
+        yield tr("since {moment}", moment=moment_text(hit.rank, hit.origin))
     yield _why(hit)
     if failure is not None:
-        yield f"the exception: {failure.type}: {' '.join(failure.message.split())[:200]}"
+        text = f"{failure.type}: {' '.join(failure.message.split())[:200]}"
+        yield tr("the exception: {text}", text=text)
 
 
 def _counted(hit: Hit) -> str:
@@ -84,46 +87,56 @@ def _counted(hit: Hit) -> str:
     counts: dict[str, int] = {}
     for row in hit.rows:
         counts[row.kind] = counts.get(row.kind, 0) + 1
-    return " and ".join(f"{count} {KINDS[kind][count != 1]}" for kind, count in counts.items())
+    return tr(" and ").join(trn(*KINDS[kind], count) for kind, count in counts.items())
 
 
 def _tensor(facts: Residency) -> str:
-    where = facts.storage_device or "unreadable memory"
-    pinned = {True: "pinned ", False: "unpinned ", None: ""}[facts.pinned] if device_type(where) == "cpu" else ""
-    text = f"the metadata says {facts.metadata_device}, the bytes are in {pinned}{where} memory"
-    if facts.metadata_device == "meta":
-        text = "on the meta device, without bytes"
+    text = tr(_bytes_in(facts), metadata=facts.metadata_device, storage=facts.storage_device)
     if facts.aliased is False and not facts.empty:
-        text += f"; all-gather reads other bytes, on {facts.flat_device}"
+        text += tr("; all-gather reads other bytes, on {device}", device=facts.flat_device)
     return text
 
 
+def _bytes_in(facts: Residency) -> str:
+    if facts.metadata_device == "meta":
+        return msg("on the meta device, without bytes")
+    if facts.storage_device is None:
+        return msg("the metadata says {metadata}, the bytes are in unreadable memory")
+    if device_type(facts.storage_device) == "cpu" and facts.pinned is not None:
+        if facts.pinned:
+            return msg("the metadata says {metadata}, the bytes are in pinned {storage} memory")
+        return msg("the metadata says {metadata}, the bytes are in unpinned {storage} memory")
+    return msg("the metadata says {metadata}, the bytes are in {storage} memory")
+
+
 def _group(facts: GroupFacts) -> str:
-    parts = [f"lazy init {facts.lazy_init}"]
+    parts = [tr("lazy init {state}", state=facts.lazy_init)]
     if facts.training_state:
-        parts.append(f"training state {facts.training_state}")
+        parts.append(tr("training state {state}", state=facts.training_state))
     if facts.backward_pending:
-        parts.append("the final backward callback is marked as queued")
+        parts.append(tr("the final backward callback is marked as queued"))
     if not facts.backward_running:
-        parts.append("no backward is running")
+        parts.append(tr("no backward is running"))
     return ", ".join(parts)
 
 
 def _engine(facts: EngineFacts, rank: RankTrace) -> str:
     flags = f"_uses_fsdp2_cpu_offload_policy {facts.uses_policy_flag}"
     flags += f", param_offload {facts.offload_param}, optimizer_offload {facts.offload_optimizer}"
-    return f"{facts.type}: {flags}; its FSDP groups offload to the CPU by policy"
+    return tr("{engine}: {flags}; its FSDP groups offload to the CPU by policy", engine=facts.type, flags=flags)
 
 
 def _policy(hit: Hit) -> str:
     groups = dict.fromkeys(map(_group_policy, _groups(hit)))
-    return "; ".join(list(groups)[:2]) + (f" and {len(groups) - 2} other policies" if len(groups) > 2 else "")
+    more = trn(" and {count} other policy", " and {count} other policies", len(groups) - 2) if len(groups) > 2 else ""
+    return "; ".join(list(groups)[:2]) + more
 
 
 def _group_policy(group: GroupFacts) -> str:
-    policy = f"{group.policy}(pin_memory={group.pin_memory})" if group.offload else group.policy or "no offload policy"
-    backends = f", process group {group.backends}" if group.backends else ""
-    return f"policy {policy}, mesh {group.mesh or '?'}{backends}"
+    pins = f"{group.policy}(pin_memory={group.pin_memory})"
+    policy = pins if group.offload else group.policy or tr("no offload policy")
+    text = tr("policy {policy}, mesh {mesh}", policy=policy, mesh=group.mesh or "?")
+    return text + (tr(", process group {backends}", backends=group.backends) if group.backends else "")
 
 
 def _groups(hit: Hit) -> list[GroupFacts]:
@@ -152,12 +165,14 @@ def _why(hit: Hit) -> str:
     moment = hit.judged.moment
     phase = hit.rank.phases.get(moment.phase)
     name = phase.name if phase and phase.name else ""
-    return {
-        "ends": f"phase {name} ended so",
-        "begins": f"phase {name} began on it",
-        "failed": f"{moment.failure.operation if moment.failure else name} failed on it",
-        "last": "it is so now" if is_look(hit.rank) else "the trace ended so",
+    if hit.judged.why == "failed":
+        return tr("{operation} failed on it", operation=moment.failure.operation if moment.failure else name)
+    text = {
+        "ends": msg("phase {name} ended so"),
+        "begins": msg("phase {name} began on it"),
+        "last": msg("it is so now") if is_look(hit.rank) else msg("the trace ended so"),
     }[hit.judged.why]
+    return tr(text, name=name)
 
 
 def as_of(hit: Hit) -> str:
@@ -165,15 +180,15 @@ def as_of(hit: Hit) -> str:
 
     A hazard of an engine and the split it leads to stand in one list and speak of two states: before and after.
     """
+    why, failure = hit.judged.why, hit.judged.moment.failure
+    if why == "last":
+        return "" if is_look(hit.rank) else tr("when the trace ended")
+    if why == "failed" and failure is not None:
+        return tr("when {name} failed", name=failure.operation)
     phase = hit.rank.phases.get(hit.judged.moment.phase)
-    name = f"phase {phase.name}" if phase and phase.name else "this part"
-    failure = hit.judged.moment.failure
-    return {
-        "ends": f"when {name} ended",
-        "begins": f"when {name} began",
-        "failed": f"when {failure.operation if failure else name} failed",
-        "last": "" if is_look(hit.rank) else "when the trace ended",
-    }[hit.judged.why]
+    name = tr("phase {name}", name=phase.name) if phase and phase.name else tr("this part")
+    text = {"ends": msg("when {name} ended"), "begins": msg("when {name} began"), "failed": msg("when {name} failed")}
+    return tr(text[why], name=name)
 
 
 def moment_text(rank: RankTrace, moment: Moment) -> str:
@@ -181,8 +196,8 @@ def moment_text(rank: RankTrace, moment: Moment) -> str:
     phase = rank.phases.get(moment.phase)
     what = moment.cause.operation if moment.cause else moment.label
     if moment.kind == EXIT and phase is not None:
-        return f"the end of phase {phase.name}"
-    return f"{what} in phase {phase.name}" if phase is not None and phase.name else what
+        return tr("the end of phase {phase}", phase=phase.name)
+    return tr("{call} in phase {phase}", call=what, phase=phase.name) if phase is not None and phase.name else what
 
 
 def resting_buffers(rank: RankTrace) -> Iterator[str]:
@@ -202,8 +217,12 @@ def resting_buffers(rank: RankTrace) -> Iterator[str]:
     ]
     if names:
         shown = ", ".join(map(str, compress(names)[:3]))
-        noun = KINDS[BUFFER][len(names) != 1]
-        yield f"{len(names)} {noun} on the CPU ({shown}): no fault if forward moves them itself; if it fails, see DK501"
+        yield trn(
+            "{count} buffer on the CPU ({names}): no fault if forward moves them itself; if it fails, see DK501",
+            "{count} buffers on the CPU ({names}): no fault if forward moves them itself; if it fails, see DK501",
+            len(names),
+            names=shown,
+        )
 
 
 def idle_optimizers(rank: RankTrace) -> Iterator[str]:
@@ -213,7 +232,11 @@ def idle_optimizers(rank: RankTrace) -> Iterator[str]:
     state = rank.state(rank.moments[-1])
     for facts in (rank.facts[number] for number in dict.fromkeys(state.facts)):
         if isinstance(facts, OptimizerFacts) and facts.dead == facts.parameters > 0:
-            yield (
-                f"none of the {facts.type or 'optimizer'}'s {facts.parameters} parameters belongs to this model: "
-                "training does not reach it; build the optimizer after fully_shard"
+            yield trn(
+                "none of the {optimizer}'s {count} parameters belongs to this model: "
+                "training does not reach it; build the optimizer after fully_shard",
+                "none of the {optimizer}'s {count} parameters belongs to this model: "
+                "training does not reach it; build the optimizer after fully_shard",
+                facts.parameters,
+                optimizer=facts.type or tr("optimizer"),
             )

@@ -15,6 +15,7 @@ from typing import Any
 
 from diagkit.diagnosis.finding import Consequence
 from diagkit.diagnosis.predictions.facets import Facets, facets
+from diagkit.language import msg, tr
 from diagkit.trace import RankTrace
 from diagkit.trace.schema import Moment
 
@@ -37,25 +38,25 @@ OPERATIONS = (
 
 #: How an error or a silent fault is told.
 ERRORS: Mapping[str, str] = {
-    "set_storage": "raises 'Attempted to set the storage of a tensor ... to a storage on different device'",
-    "materialized": "raises 'FSDP parameters should be materialized on CPU' (no forward has run yet)",
-    "grad_device": "raises 'attempting to assign a gradient with device type ...'",
-    "same_device": "raises 'Expected all tensors to be on the same device'",
-    "swap": "raises 'Couldn't swap ...'",
-    "no_backend": "raises 'No backend type associated with device type cpu'",
-    "param_dtype": "raises \"'FSDPParam' object has no attribute 'param_dtype'\", which says nothing of the cause",
-    "meta": "raises, because there are no bytes on meta",
-    "mixed": "raises 'got mixed torch.Tensor and DTensor'",
-    "stale": "works on old values without a word: what was written is not what is gathered",
-    "no gradient": "seems to work, and no gradient reaches the optimizer's parameters",
-    "nothing arrives": "seems to work, and no value arrives",
-    "on cpu": "works, but the result is on the CPU",
-    "lands apart": "seems to work, but leaves state on another device than its parameter: the step fails",
-    "splits": "seems to work, and splits metadata from bytes (DK101)",
-    "moves": "seems to work, and leaves the parameters on the accelerator under the policy (DK103)",
-    "no effect": "does nothing, without a word",
-    "drags buffers": "works, and drags the buffers to the CPU (DK501)",
-    "stays broken": "seems to work, and mends nothing",
+    "set_storage": msg("raises 'Attempted to set the storage of a tensor ... to a storage on different device'"),
+    "materialized": msg("raises 'FSDP parameters should be materialized on CPU' (no forward has run yet)"),
+    "grad_device": msg("raises 'attempting to assign a gradient with device type ...'"),
+    "same_device": msg("raises 'Expected all tensors to be on the same device'"),
+    "swap": msg("raises 'Couldn't swap ...'"),
+    "no_backend": msg("raises 'No backend type associated with device type cpu'"),
+    "param_dtype": msg("raises \"'FSDPParam' object has no attribute 'param_dtype'\", which says nothing of the cause"),
+    "meta": msg("raises, because there are no bytes on meta"),
+    "mixed": msg("raises 'got mixed torch.Tensor and DTensor'"),
+    "stale": msg("works on old values without a word: what was written is not what is gathered"),
+    "no gradient": msg("seems to work, and no gradient reaches the optimizer's parameters"),
+    "nothing arrives": msg("seems to work, and no value arrives"),
+    "on cpu": msg("works, but the result is on the CPU"),
+    "lands apart": msg("seems to work, but leaves state on another device than its parameter: the step fails"),
+    "splits": msg("seems to work, and splits metadata from bytes (DK101)"),
+    "moves": msg("seems to work, and leaves the parameters on the accelerator under the policy (DK103)"),
+    "no effect": msg("does nothing, without a word"),
+    "drags buffers": msg("works, and drags the buffers to the CPU (DK501)"),
+    "stays broken": msg("seems to work, and mends nothing"),
 }
 
 
@@ -72,12 +73,17 @@ class Cell:
 
     @property
     def text(self) -> str:
-        told = ERRORS.get(self.error, f"raises '{self.error}'" if self.outcome in ("crash", "blocked") else self.error)
-        return {
-            "ok": told or "works",
-            "blocked": f"is not reached: the pass before it {told.partition(' (')[0]}",
-            "depends": f"depends on the model: where forward does not move its buffers itself it {told}",
-        }.get(self.outcome, told)
+        told = tr(ERRORS[self.error]) if self.error in ERRORS else self.error
+        if self.error not in ERRORS and self.outcome in ("crash", "blocked"):
+            told = tr("raises '{error}'", error=self.error)
+        if self.outcome == "ok":
+            return told or tr("works")
+        if self.outcome == "blocked":
+            # What its English text has in brackets tells of the pass before it, not of this operation.
+            return tr("is not reached: the pass before it {fails}", fails=told.partition(" (")[0].partition("（")[0])
+        if self.outcome == "depends":
+            return tr("depends on the model: where forward does not move its buffers itself it {fails}", fails=told)
+        return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +152,13 @@ def predict(state: Facets, torch: str = "", table: Table | None = None) -> Predi
         return None
     if distance:
         label = "; ".join(
-            filter(None, (label, f"this very state was not measured; the nearest that was: {table.names[nearest]}"))
+            filter(
+                None,
+                (
+                    label,
+                    tr("this very state was not measured; the nearest that was: {state}", state=table.names[nearest]),
+                ),
+            )
         )
     return Prediction(table.states[nearest], nearest, distance == 0, table.torch, label)
 
@@ -164,7 +176,7 @@ def _table_for(torch: str) -> tuple[Table | None, str]:
     same = [v for v in order if _number(v)[:2] == _number(version)[:2]]
     older = [v for v in order if _number(v) <= _number(version)]
     chosen = (same or older or order[:1])[-1]
-    return known[chosen], f"torch {version} was not measured; measured on {chosen}"
+    return known[chosen], tr("torch {version} was not measured; measured on {other}", version=version, other=chosen)
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -176,5 +188,5 @@ def consequences(rank: RankTrace, moment: Moment | int = -1) -> tuple[Consequenc
     found = predict(facets(rank, moment), rank.header.torch)
     if found is None:
         return ()
-    source = found.label or f"measured on torch {found.torch}"
+    source = found.label or tr("measured on torch {version}", version=found.torch)
     return tuple(Consequence(operation, cell.outcome, cell.text, source) for operation, cell in found.items())
