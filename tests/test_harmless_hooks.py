@@ -277,7 +277,7 @@ def test_an_interrupt_that_strikes_inside_ours_goes_to_the_job_and_recording_goe
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(recorder._inventory), where, interrupt)
+        patch.setattr(type(recorder._ledger.inventory), where, interrupt)
         with pytest.raises(KeyboardInterrupt):
             model.double()
     model.double()
@@ -600,9 +600,9 @@ def test_ten_thousand_steps_grow_nothing(tmp_path: pathlib.Path) -> None:
     batch = torch.ones(1, 2)
 
     def sizes(recorder: Recorder) -> dict[str, int]:
-        inventory, writer = recorder._inventory, recorder._writer
+        ledger = recorder._ledger
         found: dict[str, int] = {}
-        for owner in (recorder, inventory, writer, hooks):
+        for owner in (recorder, ledger, ledger.inventory, ledger.inventory.readings, ledger.writer, hooks):
             for name, value in vars(owner).items():
                 if isinstance(value, (list, dict, set, tuple)):
                     found[f"{type(owner).__name__}.{name}"] = len(value)

@@ -106,17 +106,12 @@ class OptimizerWatch:
     """One optimizer."""
 
     optimizer: weakref.ref[torch.optim.Optimizer]
+    live: Callable[[], Iterable[Iterable[torch.Tensor]]]  # the parameters of the watched models, model by model
     known: int = -1  # entries of its state when rows were last made
     _slot: Any = None  # the slot asked for last, and its state: parts of one parameter are read one after another
     _state: Any = None
     _seen: tuple[list[int], list[list[tuple[int, bool]]]] = ([], [])  # ids of its and of the live parameters last time
     _facts: OptimizerFacts | None = None
-    _groups: int = -1
-
-    def regrouped(self) -> bool:
-        """Whether its parameter groups have changed in number since `read`."""
-        optimizer = self.optimizer()
-        return optimizer is not None and len(optimizer.param_groups) != self._groups
 
     def state_of(self, slot: Any) -> Any | None:
         """The state of the parameter in this slot, None where there is none. `forget` must follow before long."""
@@ -131,17 +126,16 @@ class OptimizerWatch:
         """Lets go of the state asked for last."""
         self._slot = self._state = None
 
-    def read(self, models: Iterable[Iterable[torch.Tensor]]) -> OptimizerFacts | None:
-        """Its facts against the live parameters of the watched models, model by model; None when it is gone.
+    def read(self) -> OptimizerFacts | None:
+        """Its facts against the live parameters; None when it is gone.
 
         A parameter that it misses is one of a model that it trains otherwise, or of any where it trains none.
         """
         optimizer = self.optimizer()
         if optimizer is None:
             return None
-        self._groups = len(optimizer.param_groups)
         listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        live = [[(id(p), p.requires_grad) for p in model] for model in models]
+        live = [[(id(p), p.requires_grad) for p in model] for model in self.live()]
         if self._facts is not None and (listed, live) == self._seen:
             return self._facts
         held = set(listed)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from diagkit.capture.entries import Gradient, Slot, State
-from diagkit.trace.schema import GRADIENT, OPTIMIZER_STATE, PARAMETER
+from diagkit.capture.facts import OptimizerWatch
+from diagkit.trace.schema import GRADIENT, OPTIMIZER, OPTIMIZER_STATE, PARAMETER
 
 Signature = tuple[Any, ...]
 #: Rows looked at together: several passes over more than the processor's cache holds cost more than they save.
@@ -81,8 +82,13 @@ def _states(entries: Sequence[State]) -> Signature:
     return list(map(id, values)), list(map(_identity, map(_storage, plain))), list(map(_device, plain))
 
 
+def _optimizers(watches: Sequence[OptimizerWatch]) -> Signature:
+    return tuple(len(watch.optimizer().param_groups) for watch in watches)  # type: ignore[union-attr]
+
+
 _LOOKS: dict[str, Callable[[Any], Signature | None]] = {
     PARAMETER: _parameters,
     GRADIENT: _gradients,
     OPTIMIZER_STATE: _states,
+    OPTIMIZER: _optimizers,
 }

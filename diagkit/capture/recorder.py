@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,11 +21,12 @@ from torch import nn
 
 from diagkit.capture import hooks
 from diagkit.capture.cause import from_stack, from_traceback, marks_of, message_of
-from diagkit.capture.changes import exchanged_rows
 from diagkit.capture.entries import shape_of
 from diagkit.capture.hooks import Call
-from diagkit.capture.inventory import EVERYTHING, MODEL, STATES, Inventory
+from diagkit.capture.inventory import EVERYTHING, MODEL, STATES
+from diagkit.capture.ledger import Ledger
 from diagkit.capture.operations import APPLY, LOOKS, STEP, Operation
+from diagkit.capture.phases import OpenPhase, Phases
 from diagkit.capture.residency import Key, quiet, read
 from diagkit.capture.subjects import subject_name
 from diagkit.trace.schema import (
@@ -40,7 +40,6 @@ from diagkit.trace.schema import (
     Cause,
     Change,
     Failure,
-    Row,
 )
 from diagkit.trace.writer import TraceWriter
 
@@ -54,20 +53,8 @@ _SCOPES: dict[str, frozenset[str]] = {
 #: Groups and optimizers change by themselves as training goes on; only of tensors is it asked who moved them.
 _TENSORS = frozenset(TENSOR_KINDS)
 _SHOWN = _TENSORS - {GRADIENT}  # what a state dict can hold
-#: Faults of our own that are told, each once.
-TROUBLES = 20
-#: Modules through which a phase is entered for a block of somebody else's.
-_WAYS_IN = ("contextlib", "diagkit.capture.follow")
 #: An exported tensor: name, shape, key, storage.
 _Reading = tuple[str, tuple[int, ...] | None, Key, int]
-
-
-@dataclass(slots=True)
-class _OpenPhase:
-    ordinal: int
-    name: str
-    frame: int  # id of the frame that began it
-    calls: dict[str, int] = field(default_factory=dict)
 
 
 class Recorder:
@@ -76,19 +63,15 @@ class Recorder:
     def __init__(
         self, writer: TraceWriter, detail: str = "transitions", wants: Callable[[str], bool] = lambda name: True
     ) -> None:
-        self._writer = writer
         self._detail = detail
         self._lock = threading.RLock()
-        self._phases: list[_OpenPhase] = []
-        self._ordinal = 0
+        self._phases = Phases()
+        self._ledger = Ledger(writer, wants, self._phases)
         self._told: tuple[Any, ...] = ()  # marks of the exception told last, so that it is told once on its way up
         self._failed_last = ("", "")  # type and message of the failure told last
-        self._troubles: set[tuple[str, str]] = set()
         self.activity = 0  # observed calls and phases so far: a sign of life
         self._pid = os.getpid()
         self._closed = False
-        self._inventory = Inventory(self._define, writer.fact_id, wants)
-        self._unwritten: list[list[Change]] = []  # read, and not yet in the trace
 
     # ---- what is watched
 
@@ -106,11 +89,11 @@ class Recorder:
     def _watch(self, model: Any, optimizer: Any, engine: object | None, label_of_engine: str | None) -> None:
         for label, root in model.items() if isinstance(model, Mapping) else [("model", model)]:
             if root is not None:
-                self._inventory.add_model(root, label)
+                self._ledger.inventory.add_model(root, label)
         for one in [optimizer] if hasattr(optimizer, "param_groups") else optimizer or ():
-            self._inventory.add_optimizer(one)
+            self._ledger.inventory.add_optimizer(one)
         if engine is not None:
-            self._inventory.add_engine(engine, label_of_engine)
+            self._ledger.inventory.add_engine(engine, label_of_engine)
 
     def observe(self) -> None:
         """Puts the hooks in, also into what the job has imported since. Only recorders of calls need it."""
@@ -118,17 +101,17 @@ class Recorder:
 
     def watches(self, module: nn.Module) -> bool:
         """Whether the module belongs to a watched model."""
-        return self._inventory.watches(module)
+        return self._ledger.inventory.watches(module)
 
     @property
     def path(self) -> Path | None:
         """The trace's file, None where it goes to none."""
-        return self._writer.path
+        return self._ledger.writer.path
 
     @property
     def lines(self) -> list[bytes]:
         """The trace so far, where it is kept in memory; empty where it goes to a file."""
-        return self._writer.lines
+        return self._ledger.writer.lines
 
     # ---- phases
 
@@ -148,7 +131,7 @@ class Recorder:
 
     def mark(self, label: str) -> None:
         """A snapshot of everything now, under this label."""
-        self._safely("mark", self._moment, MARK, label, EVERYTHING)
+        self._safely("mark", self._ledger.moment, MARK, label, EVERYTHING)
 
     def exported(self, tensors: Iterable[tuple[str, Any]], label: str | None = None) -> Iterator[tuple[str, Any]]:
         """Passes (name, tensor) pairs of the model with this label (default: the first) through one by one, reads
@@ -169,8 +152,8 @@ class Recorder:
                 readings.append((str(pair[0]), shape_of(pair[1]), *read(pair[1])))
 
     def _exported(self, readings: list[_Reading], label: str | None) -> None:
-        self._unwritten.append(self._inventory.exported(readings, label))
-        self._write(CALL, f"export: {len(readings)} tensors")
+        self._ledger.take(self._ledger.inventory.exported(readings, label))
+        self._ledger.write(CALL, f"export: {len(readings)} tensors")
 
     def failed_outside(self, error: BaseException) -> None:
         """Tells an exception that ends the job, unless it was told last."""
@@ -178,15 +161,15 @@ class Recorder:
 
     def _fail_outside(self, error: BaseException) -> None:
         if self._failed_last != (type(error).__name__, message_of(error)):
-            self._tell_failure("", self._now(), error)
+            self._tell_failure("", self._phases.current.ordinal, error)
 
     def standstill(self, seconds: float, frame: FrameType | None) -> None:
         """Tells that nothing was observed for so long, and where the thread with this innermost frame is."""
         self._safely("standstill", self._standstill, seconds, frame)
 
     def _standstill(self, seconds: float, frame: FrameType | None) -> None:
-        cause = from_stack("", (), "", self._base(), frame) if frame is not None else Cause("")
-        self._writer.standstill(seconds, str(cause).removesuffix(" -> "), self._now())
+        cause = from_stack("", (), "", self._phases.current.frame, frame) if frame is not None else Cause("")
+        self._ledger.writer.standstill(seconds, str(cause).removesuffix(" -> "), self._phases.current.ordinal)
 
     def close(self, reason: str = "closed") -> None:
         """Ends the recording: patches out, a last snapshot, the trace closed. A second time is harmless."""
@@ -195,42 +178,36 @@ class Recorder:
         self._safely("close", self._shut, reason)
 
     def _end(self) -> None:
-        for opened in reversed(self._phases):
-            self._moment(EXIT, f"{opened.name}: cut", EVERYTHING, calls=opened.calls, phase=opened.ordinal)
-        self._phases.clear()
-        if self._ordinal or self._detail != "phases":
-            self._moment(MARK, "end", EVERYTHING)
+        for opened in self._phases.cut():
+            self._ledger.moment(EXIT, f"{opened.name}: cut", EVERYTHING, calls=opened.calls, phase=opened.ordinal)
+        if self._phases.count or self._detail != "phases":
+            self._ledger.moment(MARK, "end", EVERYTHING)
 
     def _shut(self, reason: str) -> None:
         self._closed = True
-        self._writer.close(reason)
+        self._ledger.writer.close(reason)
 
-    def _enter(self, name: str, label: str, caller: FrameType) -> _OpenPhase:
-        while caller.f_back is not None and caller.f_globals.get("__name__") in _WAYS_IN:
-            caller = caller.f_back
+    def _enter(self, name: str, label: str, caller: FrameType) -> OpenPhase:
         self.activity += 1
-        self._ordinal += 1
-        parent = self._phases[-1].ordinal if self._phases else 0
-        opened = _OpenPhase(self._ordinal, name, id(caller))
-        self._phases.append(opened)
+        opened = self._phases.begin(name, caller)
         if self._detail != "phases":
             self.observe()
-        begins = {"name": name, "parent": parent, "label": label}
+        begins = {"name": name, "parent": opened.parent, "label": label}
         more = {"begins": begins, "phase": opened.ordinal}
-        self._safely("phase", self._moment, ENTER, f"{name}: enter", EVERYTHING, **more)
+        self._safely("phase", self._ledger.moment, ENTER, f"{name}: enter", EVERYTHING, **more)
         return opened
 
-    def _leave(self, opened: _OpenPhase) -> None:
+    def _leave(self, opened: OpenPhase) -> None:
         try:
             if opened in self._phases:
-                self._moment(EXIT, f"{opened.name}: exit", EVERYTHING, calls=opened.calls, phase=opened.ordinal)
+                more: dict[str, Any] = {"calls": opened.calls, "phase": opened.ordinal}
+                self._ledger.moment(EXIT, f"{opened.name}: exit", EVERYTHING, **more)
         finally:
-            if opened in self._phases:
-                self._phases.remove(opened)
-            if not self._phases:
+            self._phases.end(opened)
+            if not self._phases.current.ordinal:
                 self._told = ()
 
-    def _fail(self, opened: _OpenPhase, error: BaseException) -> None:
+    def _fail(self, opened: OpenPhase, error: BaseException) -> None:
         if isinstance(error, GeneratorExit):
             return
         again = self._told == marks_of(error)
@@ -243,7 +220,7 @@ class Recorder:
         failure = Failure(type(error).__name__, message_of(error), name)
         self._failed_last = (failure.type, failure.message)
         label = f"{name}: {failure.type}" if name else failure.type
-        self._moment(FAILURE, label, EVERYTHING, cause=cause, failure=failure, phase=phase)
+        self._ledger.moment(FAILURE, label, EVERYTHING, cause=cause, failure=failure, phase=phase)
 
     # ---- observed calls (the Listener of hooks.py)
 
@@ -253,43 +230,43 @@ class Recorder:
         if self._closed or os.getpid() != self._pid:
             return False
         with self._lock:
-            return self._inventory.concerns(subject)
+            return self._ledger.inventory.concerns(subject)
 
     def before(self, call: Call) -> None:
         """Takes in what changed since the last moment, so that this call is not blamed for it."""
         if call.operation.notable:
             with self._lock:
-                if self._read(_SCOPES[call.operation.scope] & (_SHOWN if call.operation.looks else _TENSORS)):
+                if self._ledger.read(_SCOPES[call.operation.scope] & (_SHOWN if call.operation.looks else _TENSORS)):
                     outer = next((outer for outer in call.around() if self in outer.told), None)
                     if outer is None:
-                        self._write(MARK, f"before {call.operation.name}")
+                        self._ledger.write(MARK, f"before {call.operation.name}")
                     else:  # what the call around it has changed by now
-                        self._write(CALL, outer.operation.name, cause=self._cause(outer))
+                        self._ledger.write(CALL, outer.operation.name, cause=self._cause(outer))
 
     def after(self, call: Call) -> None:
         """Tells what the call changed."""
         with self._lock:
             operation = call.operation
-            self._count(operation.name)
+            self._phases.note(operation.name)
             for name, times in call.nested.items():
-                self._count(name, times)
+                self._phases.note(name, times)
             if operation.scope == "structure":
-                self._inventory.dirty = True
+                self._ledger.inventory.dirty = True
                 return
             if operation.scope == "states" and operation is not STEP:
-                self._inventory.forget_states()
+                self._ledger.inventory.forget_states()
             if operation.looks and LOOKS.issuperset(call.nested):
                 changes: list[Change] = []  # `before` has just read it all
             else:
-                changes = self._read(_SCOPES[operation.scope], stepped=operation is STEP)
+                changes = self._ledger.read(_SCOPES[operation.scope], stepped=operation is STEP)
             if changes or operation.notable:
                 cause = self._cause(call)
-                self._write(CALL, self._label(cause, operation), cause=cause)
+                self._ledger.write(CALL, self._label(cause, operation), cause=cause)
 
     def failed(self, call: Call, error: BaseException) -> None:
         """Tells what the call had changed when it raised."""
         with self._lock:
-            self._count(call.operation.name)
+            self._phases.note(call.operation.name)
             self._told = marks_of(error)
             if (id(self), *self._told) in call.raised:
                 return  # told of the call inside, with the line that made it
@@ -298,86 +275,32 @@ class Recorder:
             cause = self._cause(call)
             failure = Failure(type(error).__name__, message_of(error), [call.operation.name, *call.nested][-1])
             self._failed_last = (failure.type, failure.message)
-            self._moment(
+            self._ledger.moment(
                 FAILURE, f"{call.operation.name}: {type(error).__name__}", EVERYTHING, cause=cause, failure=failure
             )
 
     def registered(self, module: nn.Module) -> None:
         """A module, parameter or buffer was registered somewhere."""
-        if self._inventory.watches(module):
-            self._inventory.dirty = True
+        if self._ledger.inventory.watches(module):
+            self._ledger.inventory.dirty = True
 
     def trouble(self, where: str, error: BaseException) -> None:
         """Tells a fault of our own."""
         with self._lock:
-            text = f"{type(error).__name__}: {error}"
-            if (where, text) not in self._troubles and len(self._troubles) < TROUBLES:
-                self._troubles.add((where, text))
-                self._writer.trouble(where, text, self._phases[-1].ordinal if self._phases else 0)
-            else:
-                self._writer.ask_key()
+            self._ledger.trouble(where, error)
 
-    # ---- writing
-
-    def _define(self, rows: list[Row], local_shapes: list[tuple[int, ...] | None]) -> None:
-        self._writer.table(rows, local_shapes, self._now())
-
-    def _read(self, kinds: frozenset[str], stepped: bool = False, afresh: bool = False) -> list[Change]:
-        if self._inventory.dirty:
-            self._inventory.look_again()
-        if stepped and not self._inventory.new_states():
-            return []  # a step changes no residency but by the states that it makes the first time
-        try:
-            changes = self._inventory.scan(kinds, afresh)
-        except BaseException:
-            self._writer.ask_key()  # what was read before is told with the next whole state
-            raise
-        if changes:
-            self._unwritten.append(changes)
-        faults, self._inventory.faults = self._inventory.faults, []
-        for fault in faults:
-            self.trouble("inventory", RuntimeError(fault))
-        return changes
-
-    def _moment(self, kind: str, label: str, kinds: frozenset[str], **more: Any) -> None:
-        with self._lock:
-            afresh = kind in (MARK, FAILURE) or self._writer.wants_key()
-            self._read(kinds, afresh=afresh)
-            self._write(kind, label, **more)
-
-    def _write(self, kind: str, label: str, phase: int | None = None, **more: Any) -> None:
-        """A moment with all that was read since the last one that was written."""
-        # More than one reading: a fault of ours came between, and only the whole state is sure to be right.
-        key = self._writer.wants_key(kind) or len(self._unwritten) > 1
-        if key:
-            # Exchanges since the last moment must not be lost in a whole state.
-            told = self._inventory.state(exchanged_rows(self._unwritten) | self._writer.unwritten_exchanges)
-        else:
-            told = self._unwritten[0] if self._unwritten else []
-        self._writer.moment(kind, label, self._now() if phase is None else phase, told, key=key, **more)
-        self._unwritten = []
+    # ---- words
 
     def _cause(self, call: Call) -> Cause:
         try:
-            target = "" if call.subject is None else subject_name(self._inventory.models, call.subject)
+            target = "" if call.subject is None else subject_name(self._ledger.inventory.models, call.subject)
             frame: FrameType | None = sys._getframe()
             while frame is not None and id(frame) != call.frame:
                 frame = frame.f_back  # inside the call there may be another, whose line is not this one's
-            return from_stack(call.operation.name, call.nested, target, self._base(), frame)
+            return from_stack(call.operation.name, call.nested, target, self._phases.current.frame, frame)
         except Exception as error:  # what moved is worth telling without who moved it
             self.trouble("cause", error)
             return Cause(call.operation.name)
-
-    def _now(self) -> int:
-        return self._phases[-1].ordinal if self._phases else 0
-
-    def _base(self) -> int:
-        return self._phases[-1].frame if self._phases else 0
-
-    def _count(self, name: str, times: int = 1) -> None:
-        if self._phases:
-            calls = self._phases[-1].calls
-            calls[name] = calls.get(name, 0) + times
 
     @staticmethod
     def _label(cause: Cause, operation: Operation) -> str:
