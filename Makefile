@@ -27,7 +27,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SETUP = @$(PYTHON) .ci/venv.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
 
-.PHONY: help setup demo lab notebooks pictures doctor test test-torch test-verl hazards predictions wheel lint clean
+.PHONY: help setup demo lab notebooks pictures doctor test test-torch test-verl hazards predictions translations wheel lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*  ## ' $(MAKEFILE_LIST) | sed 's/:.*  ## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -82,6 +82,9 @@ MEASURED = $(if $(filter command line,$(origin TORCH)),.venv-torch-$(TORCH),$(VE
 predictions:  ## measure what each operation does in each state, and ship the table (TORCH=2.9.1 for another torch)
 	$(SETUP) --venv $(MEASURED) --torch $(TORCH)
 	@$(MEASURED)/bin/python -m diagkit.demo.predictions
+
+translations: setup  ## find every sentence that is told to people, and renew the catalogues (diagkit/catalogues)
+	@$(PY) .ci/translations.py
 
 wheel: setup  ## build the wheel for nodes without a network: pip install --no-deps dist/diagkit-*.whl
 	@rm -rf build/lib build/bdist* dist/diagkit-*.whl

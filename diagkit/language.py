@@ -21,7 +21,7 @@ from importlib import resources
 
 from diagkit.errors import UsageError
 
-__all__ = ["LANGUAGES", "chosen", "language", "msg", "tr", "trn"]
+__all__ = ["LANGUAGES", "chosen", "language", "msg", "msgn", "tr", "trn"]
 
 LANGUAGES = ("en", "zh")
 
@@ -68,6 +68,11 @@ def trn(one: str, many: str, count: int, /, **values: object) -> str:
 def msg(text: str) -> str:
     """The text as it is: marks an entry of a table for the catalogues, for `tr` to translate when it is read."""
     return text
+
+
+def msgn(one: str, many: str) -> tuple[str, str]:
+    """The same of a text for one and for many, for `trn`."""
+    return one, many
 
 
 @functools.cache

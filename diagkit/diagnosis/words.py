@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from diagkit.diagnosis.judge import Hit
 from diagkit.diagnosis.moments import is_look
-from diagkit.language import msg, tr, trn
+from diagkit.language import msg, msgn, tr, trn
 from diagkit.trace import RankTrace
 from diagkit.trace.patterns import compress
 from diagkit.trace.schema import (
@@ -30,14 +30,14 @@ from diagkit.trace.schema import (
 
 #: Kind of row -> its noun with a number, for one and for many.
 KINDS = {
-    PARAMETER: (msg("{count} parameter"), msg("{count} parameters")),
-    BUFFER: (msg("{count} buffer"), msg("{count} buffers")),
-    GRADIENT: (msg("{count} gradient"), msg("{count} gradients")),
-    OPTIMIZER_STATE: (msg("{count} optimizer state"), msg("{count} optimizer states")),
-    EXPORT: (msg("{count} exported tensor"), msg("{count} exported tensors")),
-    "fsdp_group": (msg("{count} FSDP group"), msg("{count} FSDP groups")),
-    "engine": (msg("{count} engine"), msg("{count} engines")),
-    "optimizer": (msg("{count} optimizer"), msg("{count} optimizers")),
+    PARAMETER: msgn("{count} parameter", "{count} parameters"),
+    BUFFER: msgn("{count} buffer", "{count} buffers"),
+    GRADIENT: msgn("{count} gradient", "{count} gradients"),
+    OPTIMIZER_STATE: msgn("{count} optimizer state", "{count} optimizer states"),
+    EXPORT: msgn("{count} exported tensor", "{count} exported tensors"),
+    "fsdp_group": msgn("{count} FSDP group", "{count} FSDP groups"),
+    "engine": msgn("{count} engine", "{count} engines"),
+    "optimizer": msgn("{count} optimizer", "{count} optimizers"),
 }
 
 
