@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from diagkit import torch_internals
+from diagkit.torch_internals import writers
 
 __all__ = [
     "empty_cache",
@@ -50,7 +51,7 @@ def offload_veomni_model_to_cpu(module: nn.Module, device: str) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             for group in torch_internals.state_groups(torch_internals.fsdp_state(part)):
-                torch_internals.set_idle(group)
+                writers.set_idle(group)
             part.reshard()
     offload_model_to_cpu(module, device)
 

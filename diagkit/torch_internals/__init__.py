@@ -1,6 +1,6 @@
 """The one door to PyTorch's private FSDP2 and DTensor parts.
 
-Readers first, writers (for `remedy`) apart at the end. Each name that PyTorch may rename or drop is looked up here
+Readers here, writers apart in `writers`. Each name that PyTorch may rename or drop is looked up here
 and nowhere else, and a reader answers None where it is gone; `unreadable` says which. Nothing here runs a tensor
 operation: ``_local_tensor`` is an attribute, while ``.data``, ``detach()`` or ``to_local()`` are operations, and on
 a split parameter some of them raise.
@@ -346,11 +346,3 @@ def unreadable(root: nn.Module | None = None) -> list[str]:
 
 def _absent(name: str, thing: object) -> list[str]:
     return [f"{name}.{part}" for part in _PARTS[name] if not hasattr(thing, part)]
-
-
-# Writers.
-
-
-def set_idle(group: Any) -> None:
-    """Makes an FSDP group forget the forward or backward pass that it believes to be in."""
-    group._training_state = type(group._training_state).IDLE
