@@ -7,7 +7,7 @@ import json
 
 from diagkit.diagnosis.diagnose import diagnose
 from diagkit.diagnosis.rule import SEVERITIES
-from diagkit.trace import open_trace
+from diagkit.trace import open_trace, redact
 
 FAIL_ON = (*SEVERITIES, "never")
 
@@ -15,6 +15,7 @@ FAIL_ON = (*SEVERITIES, "never")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="a folder of rank-*.jsonl files, or one such file")
     parser.add_argument("--json", action="store_true", help="the findings as data")
+    redact.add_arguments(parser)
     parser.add_argument(
         "--fail-on",
         metavar="LEVEL",
@@ -25,11 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    trace = open_trace(args.trace)
+    (trace,) = redact.asked(args, open_trace(args.trace))
     findings = diagnose(trace)
     problems = trace.problems
     if args.json:
-        print(json.dumps({"trace": str(args.trace), **findings.to_json(), "damage": problems}, ensure_ascii=False))
+        print(json.dumps({"trace": str(trace.path), **findings.to_json(), "damage": problems}, ensure_ascii=False))
     else:
         print(repr(trace))
         print(findings)

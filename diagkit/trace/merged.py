@@ -128,6 +128,12 @@ class Trace:
 
         return frame(self, every=every)
 
+    def redacted(self, names: bool = False) -> Trace:
+        """A copy without hosts, users, paths, addresses and secrets; ``names``: without parameter names, too."""
+        from diagkit.trace.redact import redacted
+
+        return redacted(self, names)
+
     def findings(self) -> Any:
         """What `diagkit.diagnosis` finds in this trace."""
         from diagkit.diagnosis import diagnose
