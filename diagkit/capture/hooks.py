@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from diagkit import torch_internals as internals
+from diagkit.capture import gates
 from diagkit.capture.cause import pass_through
 from diagkit.capture.operations import APPLY, BUILD, PLACES, SHARD, STEP, Operation
 
@@ -45,10 +46,10 @@ class Call:
     frame: int = 0  # id of the frame that makes it
     raised: set[tuple[Any, ...]] = field(default_factory=set)  # failures of calls inside that were told by themselves
 
-    def heard(self, only: Operation | None = None) -> tuple[Listener, ...]:
-        """Who hears of it, or of a call around it; with ``only``, of one of this operation."""
-        told = () if self.outer is None else self.outer.heard(only)
-        if only is not None and self.operation is not only:
+    def heard(self, inner: Operation) -> tuple[Listener, ...]:
+        """Who hears of it, or of a call around it, and so need not hear of a call of ``inner`` in it."""
+        told = () if self.outer is None else self.outer.heard(inner)
+        if not self.operation.covers(inner):
             return told
         return (*told, *(listener for listener in self.told if listener not in told))
 
@@ -70,7 +71,10 @@ class Call:
 
 
 class Listener(Protocol):
-    """A recorder."""
+    """A recorder. ``full``: it wants to hear also of what only detail "full" tells."""
+
+    @property
+    def full(self) -> bool: ...
 
     def wants(self, operation: Operation, subject: object) -> bool: ...
 
@@ -116,7 +120,25 @@ def remove(listener: Listener) -> None:
     """Tells the listener no more; the last one to go takes the patches out. A second time is harmless."""
     global _listeners
     with _lock:
+        full = any(other.full for other in _listeners)
         _listeners = tuple(other for other in _listeners if other is not listener)
+        if not _listeners:
+            uninstall()
+        elif full and not any(other.full for other in _listeners):
+            _take_out([patch for patch in _patches.values() if patch.operation.full])
+
+
+def add_gate(gate: gates.Gate) -> None:
+    """Asks this gate before each call of `Module._apply` from now on (see `gates`)."""
+    with _lock:
+        gates.add(gate)
+        install()
+
+
+def remove_gate(gate: gates.Gate) -> None:
+    """Asks it no more; the last one to go takes its patches out, unless a listener needs them."""
+    with _lock:
+        gates.remove(gate)
         if not _listeners:
             uninstall()
 
@@ -180,6 +202,11 @@ class Patch:
         def observed(*args: Any, **kwargs: Any) -> Any:
             if not patch.awake or (quick is not None and quick(*args)):
                 return original(*args, **kwargs)
+            if operation is APPLY and gates.standing:
+                return gates.through(told, args, kwargs)
+            return told(*args, **kwargs)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
             outer: Call | None = getattr(_here, "call", None)
             inner = outer is not None and outer.operation is operation
             if inner and len(outer.told) >= len(_listeners):  # type: ignore[union-attr]
@@ -235,7 +262,7 @@ def _begin(operation: Operation, args: tuple[Any, ...], outer: Call | None) -> C
     """The call, where a listener wants to hear of it that has not heard of one around it; of a move, of no move."""
     busy: tuple[Listener, ...] = ()
     if outer is not None:
-        busy = outer.heard(APPLY if operation is APPLY else None)
+        busy = outer.heard(operation)
         if len(busy) >= len(_listeners):
             outer.note(operation.name)
             return None
@@ -273,7 +300,8 @@ _handles: list[Any] = []
 
 
 def install() -> None:
-    """Puts every patch in whose module the job has imported. Safe when called again."""
+    """Puts every patch in whose module the job has imported; for gates alone only those of moves. Safe when called
+    again."""
     global _modules
     with _lock:
         _modules = len(sys.modules)
@@ -285,12 +313,14 @@ def install() -> None:
                 continue
             key = (module_name, class_name, name)
             patch = _patches.setdefault(key, Patch(owner, name, operation, quick))
+            if not _listeners and operation is not APPLY:
+                continue
             try:
                 patch.put_in()
             except Exception as error:
                 for listener in _listeners:
                     tell(listener, "trouble", f"observing {operation.name}", error)
-        if not _handles:
+        if _listeners and not _handles:
             from torch.nn.modules import module as modules
             from torch.optim import optimizer as optimizers
 
@@ -304,10 +334,11 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes every patch out that is still on top, and sends the others to sleep."""
+    """Takes every patch out that is still on top, and sends the others to sleep; those that a gate needs stay."""
     faults: list[Exception] = []
     with _lock:
-        for undo in [patch.take_out for patch in _patches.values()] + [handle.remove for handle in _handles]:
+        going = [patch for patch in _patches.values() if patch.operation is not APPLY or not gates.standing]
+        for undo in [patch.take_out for patch in going] + [handle.remove for handle in _handles]:
             try:
                 undo()
             except Exception as error:  # one that fails must not keep the others in
@@ -320,7 +351,7 @@ def uninstall() -> None:
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     try:
         outer: Call | None = getattr(_here, "call", None)
-        busy = () if outer is None else outer.heard()
+        busy = () if outer is None else outer.heard(STEP)
         call = Call(STEP, optimizer)
         for listener in _listeners:
             if listener not in busy and tell(listener, "wants", STEP, optimizer):
