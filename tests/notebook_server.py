@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import secrets
 import socket
 import subprocess
@@ -89,10 +90,17 @@ def run_all(page: Page, server: NotebookServer, notebook: str) -> None:
     tree = f"{server.address}/lab/workspaces/{workspace}/tree/{urllib.parse.quote(notebook)}"
     page.goto(f"{tree}?token={server.token}")
     expect(page.locator(".jp-Notebook .jp-Cell").first).to_be_visible(timeout=2 * MINUTES)
-    # Before its kernel is there, JupyterLab runs no cell and says nothing.
     expect(page.get_by_role("button", name="Python 3 (ipykernel) | Idle")).to_be_visible(timeout=2 * MINUTES)
-    page.get_by_role("menuitem", name="Run", exact=True).click()
-    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    begun = page.locator(".jp-CodeCell .jp-InputPrompt", has_text=re.compile(r"\[[*\d]+\]:")).first
+    for _ in range(6):
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        try:
+            expect(begun).to_be_attached(timeout=10_000)
+            return
+        except AssertionError:  # before it is connected to its kernel, JupyterLab runs no cell and says nothing
+            continue
+    pytest.fail(f"JupyterLab runs no cell of {notebook}")
 
 
 def errors(page: Page) -> Locator:
