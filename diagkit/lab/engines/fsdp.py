@@ -8,6 +8,7 @@ revision. Read `_save_moves_model` first: its `before` form is verl #5995.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ class FSDPEngine:
     """verl's FSDP engine, small: ``initialize()``, then ``save_checkpoint``, ``load_checkpoint``,
     ``get_per_tensor_param``, ``train_mode()`` with ``train_batch()``, and the manual ``to()``.
 
-    The process group must exist before the engine does. ``device`` is the accelerator's type (``npu``, ``cuda``); with
+    The process group must exist before ``initialize()``. ``device`` is the accelerator's type (``npu``, ``cuda``); with
     ``cpu`` there is no accelerator and no split (pass ``pin_memory=False`` then).
     """
 
@@ -54,7 +55,6 @@ class FSDPEngine:
         self.config = config
         self.revision = revision
         self.device = device
-        self.mesh = _device_mesh(device, config.replicas)
         self._is_offload_param = config.param_offload
         self._is_offload_optimizer = config.optimizer_offload
         if self.has(guards.FSDP_FLAG_STARTS_FALSE):
@@ -113,6 +113,11 @@ class FSDPEngine:
 
     # ---- construction ------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All ranks. Made at first use, so that an engine can be asked for its guards without a process group."""
+        return _device_mesh(self.device, self.config.replicas)
+
     def initialize(self) -> None:
         """Build the sharded module, optimizer, scheduler and checkpoint manager, then offload what the flags name."""
         self.module = self._build_module()
@@ -121,7 +126,7 @@ class FSDPEngine:
         self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=self._is_offload_param)
 
     def _build_module(self) -> nn.Module:
-        with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        with torch.device(self.config.init_device or ("cpu" if dist.get_rank() == 0 else "meta")):
             module = TinyDecoder(self.config.model)
         if dist.get_rank() == 0:
             module.load_state_dict(source_weights(self.config.model, self.config.seed))

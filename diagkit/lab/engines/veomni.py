@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from diagkit.lab.engines import guards
 from diagkit.lab.engines.checkpoint import CheckpointManager
 from diagkit.lab.engines.config import EngineConfig
-from diagkit.lab.engines.fsdp import FSDPEngine, _device_mesh
+from diagkit.lab.engines.fsdp import FSDPEngine
 from diagkit.lab.engines.guards import Revision
 from diagkit.lab.engines.moves import offload_veomni_model_to_cpu
 from diagkit.lab.models import TinyDecoder, source_weights
@@ -35,7 +35,6 @@ class VeOmniEngine(FSDPEngine):
         self.config = config
         self.revision = revision
         self.device = device
-        self.mesh = _device_mesh(device, config.replicas)
         # Straight from the configuration, policy or not: nothing here ever forces them to False.
         self._is_offload_param = config.param_offload
         self._is_offload_optimizer = config.optimizer_offload
@@ -84,7 +83,7 @@ class VeOmniEngine(FSDPEngine):
         )
 
     def _build_module(self) -> nn.Module:
-        with torch.device("meta"):
+        with torch.device(self.config.init_device or "meta"):
             module = TinyDecoder(self.config.model)
         offload = self.config.offload_policy
         policy = CPUOffloadPolicy(pin_memory=self.config.pin_memory) if offload else OffloadPolicy()
