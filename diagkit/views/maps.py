@@ -8,45 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from diagkit.errors import UsageError
-from diagkit.trace.merged import Trace, open_trace
+from diagkit.trace.merged import Trace
 from diagkit.trace.reader import RankTrace
-from diagkit.trace.schema import Moment
 from diagkit.views import cells, palette, words
+from diagkit.views.chosen import one_rank, opened
 from diagkit.views.figure import ViewFigure
 from diagkit.views.lines import Line, Page, gather
+from diagkit.views.panels import GAP, MARGIN, Panel, head, moments_below, notes_below, tone
 from diagkit.views.scene import Scene, Text, shorten, text_width, wrap
 from diagkit.views.story import Story, tell
 from diagkit.views.verdict import Verdict, context, judge
 
 __all__ = ["before_after", "residency_map"]
 
-MARGIN = 20.0
 LABEL = 11.5  # size of names
-GAP = 8.0
 PANEL_GAP = 34.0
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One story's part of the figure."""
-
-    story: Story
-    verdict: Verdict
-    name: str
-    own: str  # circumstances that the other panel does not share
-    left: float
-    pitch: float  # from one column to the next
-
-    @property
-    def cell(self) -> float:
-        return self.pitch - GAP
-
-    @property
-    def width(self) -> float:
-        return self.pitch * len(self.story.columns) - GAP
 
 
 def residency_map(
@@ -80,8 +57,8 @@ def residency_map(
         UsageError: no trace; no such phase, moment or kind, or nothing to show.
         TraceError: nothing at that path is a trace.
     """
-    trace = _opened(trace)
-    one = _rank_of(trace, rank)
+    trace = opened(trace)
+    one = one_rank(trace, rank)
     story = tell(one, phase=phase, moments=moments, kinds=tuple(kinds), only=only)
     verdict = judge(story)
     alike = words.other_ranks(trace, story, phase, only) if isinstance(trace, Trace) else ""
@@ -111,13 +88,13 @@ def before_after(
         UsageError: no trace; no such phase, moment or kind, or nothing to show.
         TraceError: nothing at that path is a trace.
     """
-    before, after = _opened(before), _opened(after)
+    before, after = opened(before), opened(after)
     chosen: tuple[int | Sequence[int], ...] = (moments, moments) if isinstance(moments, int) else moments
     wanted = tuple(kinds)
     told = []
-    first = _rank_of(before, rank).rank  # the same one of both, wherever it is there
+    first = one_rank(before, rank).rank  # the same one of both, wherever it is there
     for trace, name, which in zip((before, after), names, chosen, strict=True):
-        one = _rank_of(trace, first if isinstance(trace, Trace) and first in trace.ranks else rank)
+        one = one_rank(trace, first if isinstance(trace, Trace) and first in trace.ranks else rank)
         story = tell(one, phase=phase, moments=which, kinds=wanted, only=only)
         told.append((story, judge(story), name))
     lines = gather([story for story, _, _ in told], expand, rows)
@@ -128,43 +105,6 @@ def before_after(
     shared = [word for word in contexts[0] if word in contexts[1]]
     own = [" · ".join(word for word in words_ if word not in shared) for words_ in contexts]
     return _draw(told, lines, title or found, " · ".join(shared), width, own)
-
-
-def _opened(thing: object) -> Trace | RankTrace:
-    if isinstance(thing, (Trace, RankTrace)):
-        return thing
-    if isinstance(thing, (str, os.PathLike)):
-        return open_trace(thing)
-    if isinstance(held := getattr(thing, "trace", None), RankTrace):  # an inspection
-        return held
-    raise UsageError(
-        "no trace to draw",
-        found=type(thing).__name__,
-        expected="a trace, an inspection or a path",
-        remedy="Pass dk.open_trace(PATH)",
-    )
-
-
-def _rank_of(trace: Trace | RankTrace, rank: int | None) -> RankTrace:
-    if isinstance(trace, RankTrace):
-        if rank not in (None, trace.rank):
-            raise UsageError("this is the trace of one rank", found=f"rank={rank}", expected=f"rank {trace.rank}")
-        return trace
-    if rank is not None:
-        return trace[rank]
-    failure = trace.first_failure
-    if failure is None:
-        return next(iter(trace))
-    # Which rank's clock was first is chance: the same run should give the same picture.
-    return next((one for one in trace if any(_alike(m, failure[1]) for m in one.moments)), failure[0])
-
-
-def _alike(moment: Moment, first: Moment) -> bool:
-    """Whether it is the same failure, on whatever rank."""
-    mine, its = moment.failure, first.failure
-    if mine is None or its is None or moment.phase != first.phase:
-        return False
-    return (mine.type, mine.operation) == (its.type, its.operation)
 
 
 def _draw(
@@ -187,12 +127,13 @@ def _draw(
         left += pitch * len(story.columns) - GAP + PANEL_GAP
     width = max(width, left - PANEL_GAP + MARGIN)
     scene = Scene(width, 0, title, words.map_text(title, around, told, lines))
-    y = _head(scene, title, around, told[0][1] if not side_by_side else None)
     if side_by_side:
-        y = _panel_heads(scene, panels, y)
+        y = _panel_heads(scene, panels, head(scene, title, around))
+    else:
+        y = head(scene, title, around, told[0][1].sentence, tone(told[0][1]))
     y = _rows(scene, panels, lines.lines, labels, MARGIN + label_width, remark_width, y)
-    y = _moments(scene, panels, y)
-    y = _notes(scene, panels, y)
+    y = moments_below(scene, panels, y)
+    y = notes_below(scene, panels, y)
     passing = [(words.passing(story), len(story.columns), story) for story, _, _ in told]
     faults = any(
         column.splits and c not in quiet for quiet, _, story in passing for c, column in enumerate(story.columns)
@@ -223,33 +164,10 @@ def _label(text: str, limit: float) -> list[str]:
     return [shorten(part, limit, LABEL) for part in (text[:cut].rstrip(), text[cut:]) if part]
 
 
-def _head(scene: Scene, title: str, around: str, verdict: Verdict | None) -> float:
-    y = 14.0
-    room = scene.width - 2 * MARGIN
-    for part in wrap(title, room, 17, 2, bold=True):
-        y += 22
-        scene.add(Text(MARGIN, y, part, 17, bold=True, tip=title))
-    if verdict is not None:
-        y += 3
-        for part in wrap(verdict.sentence, room, 13, 2):
-            y += 18
-            scene.add(Text(MARGIN, y, part, 13, _tone(verdict), tip=verdict.sentence))
-    y += 3
-    for part in wrap(around, room, 11.5, 2):
-        y += 16
-        scene.add(Text(MARGIN, y, part, 11.5, palette.MUTED, tip=around))
-    return y + 20
-
-
-def _tone(verdict: Verdict) -> str:
-    """Alarm where something failed; a split that nothing has met is told in plain ink."""
-    return palette.GOOD if verdict.good else palette.BAD if verdict.failed else palette.INK
-
-
 def _panel_heads(scene: Scene, panels: Sequence[Panel], y: float) -> float:
     bottom = y
     for panel in panels:
-        colour = _tone(panel.verdict)
+        colour = tone(panel.verdict)
         scene.add(Text(panel.left, y + 12, shorten(panel.name, panel.width, 15, True), 15, bold=True))
         at = y + 14
         if panel.own:
@@ -298,41 +216,6 @@ def _rows(
                 before = cell
         y += height + 7
     return y
-
-
-def _moments(scene: Scene, panels: Sequence[Panel], y: float) -> float:
-    """What each column is, and the mark of its note."""
-    lowest = y
-    for panel in panels:
-        marks = {note.column: note for note in words.notes(panel.story, panel.verdict)}
-        for c, column in enumerate(panel.story.columns):
-            centre = panel.left + panel.pitch * c + panel.cell / 2
-            colour = palette.BAD if column.failed else palette.INK if column.changed or c == 0 else palette.MUTED
-            at = y + 2
-            for line in words.moment_label(column, panel.pitch - 4, 10.5):
-                at += 13
-                scene.add(Text(centre, at, line, 10.5, colour, anchor="middle", tip=words.moment_name(column)))
-            if (note := marks.get(c)) is not None:
-                at += 19
-                cells.number(scene, centre, at - 4, note.number, note.bad)
-            lowest = max(lowest, at)
-    return lowest + 8
-
-
-def _notes(scene: Scene, panels: Sequence[Panel], y: float) -> float:
-    """Causes and failures, under the panel that they belong to; a lone panel's may use the whole width."""
-    lowest = y
-    for panel in panels:
-        left, room = (panel.left, panel.width) if len(panels) > 1 else (MARGIN, scene.width - 2 * MARGIN)
-        at = y
-        for note in words.notes(panel.story, panel.verdict):
-            cells.number(scene, left + 8, at + 11, note.number, note.bad)
-            for part in wrap(note.text, room - 24, 11.5, 6 if len(panels) > 1 else 3):
-                at += 15
-                scene.add(Text(left + 24, at, part, 11.5, palette.BAD if note.bad else palette.MUTED, tip=note.text))
-            at += 8
-        lowest = max(lowest, at)
-    return lowest
 
 
 def _shown(lines: Sequence[Line]) -> list[cells.Cell]:

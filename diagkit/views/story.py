@@ -15,7 +15,7 @@ from diagkit.errors import UsageError
 from diagkit.trace.reader import RankTrace
 from diagkit.trace.schema import ABSENT, CALL, ENTER, EXIT, FAILURE, MARK, TENSOR_KINDS, Facts, Moment, Phase, Residency
 
-__all__ = ["Cell", "Column", "Story", "Tensor", "named", "tell"]
+__all__ = ["Cell", "Column", "Story", "Tensor", "cell_of", "choose", "named", "tell"]
 
 #: Who a row is, in whatever trace: kind, model, name, part.
 Tensor = tuple[str, str, str, str]
@@ -63,6 +63,7 @@ class Story:
     tensors: tuple[Tensor, ...]
     cells: tuple[Cell | None, ...]
     histories: tuple[tuple[int, ...], ...]
+    subject: str = ""  # the name of the one tensor that it is about
 
     @property
     def left_out(self) -> int:
@@ -104,7 +105,7 @@ def tell(
         seen.append((_column(rank, moment, cells, now, before), now))
         before = now
     every = tuple(column for column, _ in seen)
-    kept = _choose(every, moments, rank)
+    kept = choose(every, moments, rank)
     return Story(
         rank,
         every,
@@ -139,12 +140,13 @@ def _cells(facts: Sequence[Facts | None]) -> tuple[tuple[Cell | None, ...], list
     cells: dict[Cell | None, int] = {None: 0}
     number = []
     for fact in facts:
-        cell = _cell(fact) if isinstance(fact, Residency) else None
+        cell = cell_of(fact) if isinstance(fact, Residency) else None
         number.append(cells.setdefault(cell, len(cells)))
     return tuple(cells), number
 
 
-def _cell(fact: Residency) -> Cell:
+def cell_of(fact: Residency) -> Cell:
+    """What is shown of these facts."""
     return Cell(
         fact.metadata_device,
         fact.storage_device,
@@ -168,7 +170,12 @@ def _column(
     )
 
 
-def _choose(columns: Sequence[Column], moments: int | Sequence[int], rank: RankTrace) -> list[int]:
+def choose(columns: Sequence[Column], moments: int | Sequence[int], rank: RankTrace) -> list[int]:
+    """The positions of the moments that tell most, at most so many; or of those with these indices.
+
+    Raises:
+        UsageError: no such moment, or none is wanted.
+    """
     if not isinstance(moments, int):
         position = {column.moment.index: i for i, column in enumerate(columns)}
         if wrong := [m for m in moments if m not in position]:

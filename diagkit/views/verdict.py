@@ -149,7 +149,7 @@ def _healthy(story: Story) -> tuple[str, str]:
         place = f"on {path[0] if path else 'no device'}{', pinned' if pinned and path else ''}"
         comma = "," if pinned and through else ""
         stay = f"{_all(story)} {'stays' if _number(story) == 1 else 'stay'}"
-        return f"{_capital(stay)} {place}{comma}{through}", f"{stay} {place}"
+        return f"{stay if story.subject else _capital(stay)} {place}{comma}{through}", f"{stay} {place}"
     journey = " → ".join(path[:5]) + (" → …" if len(path) > 5 else "")
     of = _all(story)
     return f"Metadata and bytes of {of} move together{through}: {journey}", f"{of} in one piece: {journey}"
@@ -191,7 +191,9 @@ def _noun(story: Story) -> str:
 
 
 def _all(story: Story) -> str:
-    """``"1 parameter"``, ``"both parameters"``, ``"all 21 parameters"``."""
+    """``"1 parameter"``, ``"both parameters"``, ``"all 21 parameters"``; or the one that the story is about."""
+    if story.subject:
+        return story.subject
     number = _number(story)
     return f"both {_noun(story)}" if number == 2 else f"{'all ' if number > 2 else ''}{number:,} {_noun(story)}"
 
