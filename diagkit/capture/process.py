@@ -35,6 +35,7 @@ def describe(detail: str, run: str | None = None, job: Mapping[str, Any] | None 
         device=device,
         device_index=internals.accelerator_index(device),
         device_name="simulated accelerator" if simulated else "",
+        device_memory=internals.accelerator_memory(device),
         simulated=simulated,
         backends=internals.group_backends(),
         detail=detail,

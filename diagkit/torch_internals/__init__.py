@@ -70,6 +70,15 @@ def accelerator_index(device: str) -> int | None:
     return int(module.current_device())  # type: ignore[union-attr]
 
 
+def accelerator_memory(device: str) -> int:
+    """MiB of memory that the current device has, 0 where it does not say or asking would initialise it."""
+    index = accelerator_index(device)
+    if index is None:
+        return 0
+    properties = getattr(getattr(torch, device), "get_device_properties", None)
+    return 0 if properties is None else int(getattr(properties(index), "total_memory", 0)) >> 20
+
+
 # ---- DTensor
 
 

@@ -319,6 +319,7 @@ class Header:
     device_index: int | None = None
     device_name: str = ""
     simulated: bool = False
+    device_memory: int = 0  # of the accelerator, in MiB; 0 where that is not known
     backends: str = ""  # of the default process group
     detail: str = "transitions"
     argv: tuple[str, ...] = ()
