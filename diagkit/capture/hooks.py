@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -117,15 +117,11 @@ def add(listener: Listener) -> None:
 
 
 def remove(listener: Listener) -> None:
-    """Tells the listener no more; the last one to go takes the patches out. A second time is harmless."""
+    """Tells the listener no more, and takes out what nobody else needs. A second time is harmless."""
     global _listeners
     with _lock:
-        full = any(other.full for other in _listeners)
         _listeners = tuple(other for other in _listeners if other is not listener)
-        if not _listeners:
-            uninstall()
-        elif full and not any(other.full for other in _listeners):
-            _take_out([patch for patch in _patches.values() if patch.operation.full])
+        uninstall()
 
 
 def add_gate(gate: gates.Gate) -> None:
@@ -136,11 +132,10 @@ def add_gate(gate: gates.Gate) -> None:
 
 
 def remove_gate(gate: gates.Gate) -> None:
-    """Asks it no more; the last one to go takes its patches out, unless a listener needs them."""
+    """Asks it no more, and takes out what nobody else needs. A second time is harmless."""
     with _lock:
         gates.remove(gate)
-        if not _listeners:
-            uninstall()
+        uninstall()
 
 
 def tell(listener: Listener, method: str, *args: Any) -> Any:
@@ -299,9 +294,14 @@ _patches: dict[tuple[str, str, str], Patch] = {}
 _handles: list[Any] = []
 
 
+def _needed(operation: Operation) -> bool:
+    if operation is APPLY and gates.standing:
+        return True
+    return any(listener.full or not operation.full for listener in _listeners)
+
+
 def install() -> None:
-    """Puts every patch in whose module the job has imported; for gates alone only those of moves. Safe when called
-    again."""
+    """Puts every patch in that somebody needs and whose module the job has imported. Safe when called again."""
     global _modules
     with _lock:
         _modules = len(sys.modules)
@@ -313,7 +313,7 @@ def install() -> None:
                 continue
             key = (module_name, class_name, name)
             patch = _patches.setdefault(key, Patch(owner, name, operation, quick))
-            if not _listeners and operation is not APPLY:
+            if not _needed(operation):
                 continue
             try:
                 patch.put_in()
@@ -334,16 +334,18 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes every patch out that is still on top, and sends the others to sleep; those that a gate needs stay."""
+    """Takes every patch out that nobody needs and that is still on top, and sends those underneath others to sleep."""
     faults: list[Exception] = []
     with _lock:
-        going = [patch for patch in _patches.values() if patch.operation is not APPLY or not gates.standing]
-        for undo in [patch.take_out for patch in going] + [handle.remove for handle in _handles]:
+        handles = [] if _listeners else _handles.copy()
+        going = [patch.take_out for patch in _patches.values() if not _needed(patch.operation)]
+        for undo in [*going, *(handle.remove for handle in handles)]:
             try:
                 undo()
             except Exception as error:  # one that fails must not keep the others in
                 faults.append(error)
-        _handles.clear()
+        if handles:
+            _handles.clear()
     if faults:
         raise faults[0]
 

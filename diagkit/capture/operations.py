@@ -15,6 +15,19 @@ class Operation:
     scope: str  # what it can change: "model", "states", "structure", "nothing"
     notable: bool = True  # a moment even when nothing changed; otherwise only when something did
     looks: bool = False  # only reads: it moves nothing itself, though a call inside it may
+    full: bool = False  # for recorders of detail "full" alone
+
+    def covers(self, inner: Operation) -> bool:
+        """Whether who hears of a call of this needs not hear of one inside it: only a move is told inside all but a
+        move, and what only detail "full" tells hides nothing that is told at any."""
+        if inner is APPLY:
+            return self is APPLY
+        return self.scope != "nothing" if inner.full else not self.full
+
+
+def _sharded(group: Any, *_: Any) -> bool:
+    """A group is told to shard its parameters again also where they are."""
+    return bool(getattr(group, "is_sharded", False))
 
 
 def _initialised(state: Any, *_: Any) -> bool:
@@ -28,12 +41,19 @@ BACKWARD_END = Operation("backward end", "nothing", notable=False)
 STEP = Operation("Optimizer.step", "states", notable=False)
 SHARD = Operation("fully_shard", "structure", notable=False)
 BUILD = Operation("Optimizer.__init__", "nothing", notable=False)
+BACKWARD = Operation("backward", "nothing", notable=False, full=True)
+UNSHARD = Operation("unshard", "model", notable=False, full=True)
+RESHARD = Operation("reshard", "model", notable=False, full=True)
+REDUCE = Operation("reduce gradients", "model", notable=False, full=True)
 
 #: Names of those that only read.
 LOOKS = frozenset(("Module.state_dict", "Optimizer.state_dict", "get_model_state_dict", "get_optimizer_state_dict"))
 
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
 #: Where the job has not imported the module yet there is nothing to observe in it; `hooks.install` looks again.
-PLACES: tuple[tuple[str, str, str, Operation, Callable[..., bool] | None], ...] = (
+Place = tuple[str, str, str, Operation, Callable[..., bool] | None]
+PLACES: tuple[Place, ...] = (
     ("torch.nn.modules.module", "Module", "_apply", APPLY, None),
     ("torch.nn.modules.module", "Module", "state_dict", Operation("Module.state_dict", "model", looks=True), None),
     ("torch.nn.modules.module", "Module", "load_state_dict", Operation("Module.load_state_dict", "model"), None),
@@ -100,4 +120,10 @@ PLACES: tuple[tuple[str, str, str, Operation, Callable[..., bool] | None], ...] 
         Operation("dcp.load", "everything"),
         None,
     ),
+    # `torch.autograd.backward` and `Tensor.backward` call it by this name.
+    ("torch.autograd", "", "_engine_run_backward", BACKWARD, None),
+    (_GROUP, "FSDPParamGroup", "_to_unsharded", UNSHARD, None),
+    (_GROUP, "FSDPParamGroup", "_to_sharded", RESHARD, _sharded),
+    (_GROUP, "FSDPParamGroup", "_to_sharded_post_forward", RESHARD, None),
+    (_GROUP, "FSDPParamGroup", "post_backward", REDUCE, None),
 )

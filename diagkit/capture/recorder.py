@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +26,7 @@ from diagkit.capture.entries import shape_of
 from diagkit.capture.hooks import Call
 from diagkit.capture.inventory import EVERYTHING, MODEL, STATES
 from diagkit.capture.ledger import Ledger
-from diagkit.capture.operations import APPLY, LOOKS, STEP, Operation
+from diagkit.capture.operations import APPLY, BACKWARD, LOOKS, STEP, Operation
 from diagkit.capture.phases import OpenPhase, Phases
 from diagkit.capture.residency import Key, quiet, read
 from diagkit.capture.subjects import subject_name
@@ -64,6 +65,8 @@ class Recorder:
         self, writer: TraceWriter, detail: str = "transitions", wants: Callable[[str], bool] = lambda name: True
     ) -> None:
         self._detail = detail
+        self.full = detail == "full"
+        self._backward: Cause | None = None  # the backward pass under way
         self._lock = threading.RLock()
         self._phases = Phases()
         self._ledger = Ledger(writer, wants, self._phases)
@@ -227,13 +230,15 @@ class Recorder:
     def wants(self, operation: Operation, subject: object) -> bool:
         """Whether a call is about what is watched."""
         self.activity += 1
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or os.getpid() != self._pid or (operation.full and not self.full):
             return False
         with self._lock:
             return self._ledger.inventory.concerns(subject)
 
     def before(self, call: Call) -> None:
         """Takes in what changed since the last moment, so that this call is not blamed for it."""
+        if call.operation is BACKWARD:
+            self._backward = self._cause(call)
         if call.operation.notable:
             with self._lock:
                 if self._ledger.read(_SCOPES[call.operation.scope] & (_SHOWN if call.operation.looks else _TENSORS)):
@@ -247,6 +252,8 @@ class Recorder:
         """Tells what the call changed."""
         with self._lock:
             operation = call.operation
+            if operation is BACKWARD:
+                self._backward = None
             self._phases.note(operation.name)
             for name, times in call.nested.items():
                 self._phases.note(name, times)
@@ -266,6 +273,8 @@ class Recorder:
     def failed(self, call: Call, error: BaseException) -> None:
         """Tells what the call had changed when it raised."""
         with self._lock:
+            if call.operation is BACKWARD:
+                self._backward = None
             self._phases.note(call.operation.name)
             self._told = marks_of(error)
             if (id(self), *self._told) in call.raised:
@@ -297,7 +306,11 @@ class Recorder:
             frame: FrameType | None = sys._getframe()
             while frame is not None and id(frame) != call.frame:
                 frame = frame.f_back  # inside the call there may be another, whose line is not this one's
-            return from_stack(call.operation.name, call.nested, target, self._phases.current.frame, frame)
+            cause = from_stack(call.operation.name, call.nested, target, self._phases.current.frame, frame)
+            if cause.frame is None and self._backward is not None:  # autograd has threads of its own for a device
+                around = self._backward
+                return replace(cause, chain=(*around.chain, *cause.chain), frame=around.frame, stack=around.stack)
+            return cause
         except Exception as error:  # what moved is worth telling without who moved it
             self.trouble("cause", error)
             return Cause(call.operation.name)

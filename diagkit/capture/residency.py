@@ -66,7 +66,8 @@ def read(
         pinned = inner.is_pinned() if place == _CPU else None
         empty = inner.numel() == 0
         return (
-            cls.__name__, device, place, tensor.dtype, inner.dtype, pinned, mesh, agrees, empty, wants_grad,
+            cls.__name__, device, place, tensor.dtype, (inner if outer is None else outer).dtype, pinned, mesh, agrees,
+            empty, wants_grad,
         ), identity  # fmt: skip
     except Exception as error:  # a tensor without storage (sparse, fake, functional), or a torch with other names
         why = type(error).__name__ if isinstance(tensor, torch.Tensor) else "no tensor"
@@ -87,33 +88,36 @@ def read_managed(
     ShardedState.
     """
     try:
-        local = param._local_tensor  # type: ignore[attr-defined]
-        if type(local) is not torch.Tensor:
-            local = internals.innermost(local)
-            if local is None:
+        outer = local = param._local_tensor  # type: ignore[attr-defined]
+        gathered = fsdp_param._sharded_param_data
+        if type(outer) is not torch.Tensor:  # of one family: bytes are compared with bytes, not with a wrapper's
+            local, gathered = internals.innermost(outer), internals.innermost(gathered)
+            if local is None or gathered is None:
                 return _unreadable(param, "the local tensor's bytes cannot be found"), NO_STORAGE
         storage = local.untyped_storage()
         identity = storage._cdata
-        if known is not None and identity == known_storage and known[0] is not None:
-            place, pinned, mesh = known[2], known[5], known[6]
+        if known is not None and identity == known_storage and len(known) > 15:
+            place, pinned, mesh, roomy = known[2], known[5], known[6], known[15]
         else:
             place = storage.device
             pinned = local.is_pinned() if place == _CPU else None
             mesh = fsdp_param._sharding_spec.mesh.device_type
-        flat = fsdp_param._sharded_param_data.untyped_storage()
+            # Padding makes a shard larger by less than a row per rank; a view of the whole tensor keeps all of it.
+            roomy = storage.nbytes() >= 2 * max(gathered.nbytes, local.nbytes) > 0
+        flat = gathered.untyped_storage()
         if flat._cdata == identity:
             flat_place, flat_pinned, aliased = place, pinned, True
         else:
             flat_place, aliased = flat.device, False
-            flat_pinned = fsdp_param._sharded_param_data.is_pinned() if flat_place == _CPU else None
-        size = local.shape
+            flat_pinned = gathered.is_pinned() if flat_place == _CPU else None
+        size = outer.shape
         state = fsdp_param.sharded_state
         key = (
             "DTensor",
             param.device,
             place,
             param.dtype,
-            local.dtype,
+            outer.dtype,
             pinned,
             mesh,
             size == fsdp_param.sharded_size,
@@ -124,6 +128,7 @@ def read_managed(
             aliased,
             slot is param or state is not sharded,
             state,
+            roomy,
         )
         return key, identity
     except Exception as error:
@@ -135,7 +140,7 @@ def decode(key: Key, shares: str | None = None) -> Residency:
     if key[0] is None:
         return Residency(metadata_device=str(key[1]), wrapper=str(key[2]), shares=shares, unreadable=str(key[3]))
     wrapper, device, place, dtype, local_dtype, pinned, mesh, agrees, empty, wants_grad, *managed = key
-    flat_place, flat_pinned, aliased, registered, state = managed or (None,) * 5
+    flat_place, flat_pinned, aliased, registered, state, roomy = managed or (None,) * 6
     return Residency(
         metadata_device=str(device),
         storage_device=str(place),
@@ -152,6 +157,7 @@ def decode(key: Key, shares: str | None = None) -> Residency:
         aliased=aliased,
         registered=registered,
         sharded_state=internals.enum_name(state),
+        roomy=bool(roomy),
         shares=shares,
     )
 

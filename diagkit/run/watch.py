@@ -40,6 +40,8 @@ Told = Callable[[BaseException], None]
 class Watch:
     """Listens for models in this process; ``recorder`` is None until one was found on a rank that is recorded."""
 
+    full = False
+
     def __init__(self, options: Options, on_failure: Told | None = None) -> None:
         self.options = options
         self.recorder: Recorder | None = None
@@ -94,7 +96,11 @@ class Watch:
         with self._lock:
             self._settle(call.subject)
         recorder = self.recorder
-        if recorder is not None and recorder not in call.heard() and recorder.wants(call.operation, call.subject):
+        if (
+            recorder is not None
+            and recorder not in call.heard(call.operation)
+            and recorder.wants(call.operation, call.subject)
+        ):
             call.told = (*call.told, recorder)
             recorder.before(call)
 
