@@ -44,7 +44,7 @@ _FORMS = {
     "service": r"(?<![\w.-])(?![\w.-]*\.py:)(?=[\w.-]*[A-Za-z])[\w.-]+:\d{4,5}\b",
     "domain": r"(?i:\b(?:[a-z0-9-]+\.)+(?:com|org|edu|gov|cn|internal|intranet|corp|lan|cluster\.local)\b)",
 }
-_HOME = re.compile(r"(?:/home/|/Users/|[/\\]Users[/\\]|~)(?P<user>[\w.+-]{2,})")
+_HOME = re.compile(r"(?:/(?:home|Users)/|[/\\]Users[/\\]|~)(?P<user>[\w.+-]{2,})")
 _CODE = re.compile(r"[^/\\]+\.(?:py|ipynb|cpp|cu|cc|h)", re.IGNORECASE)
 _NOTEBOOK = re.compile(r"ipykernel_|<ipython-input")
 _USER_KEY = re.compile(r"user|owner|mail|login|account|author", re.IGNORECASE)
