@@ -32,7 +32,7 @@ ON_TOP = {"__init__", "__main__", "cli", "auto", "doctor", "run"}
 # The notebook's commands act on live models; no other view does.
 EXTRA = {"views/magics": {"live", "capture", "remedy", "torch_internals"}}
 # `trace.findings()` and `trace.report()` are doors to rooms above: inside a function, opened when called.
-DOORS = {"trace/merged": {"diagnosis", "views"}, "trace/table": {"views"}}
+DOORS = {"trace/merged": {"diagnosis", "views"}, "trace/table": {"views"}, "trace/compare": {"views"}}
 
 # What a training process may import beside the standard library.
 IN_A_JOB = {"capture", "trace", "diagnosis", "live", "remedy", "auto", "run", "torch_internals", "errors", "language"}

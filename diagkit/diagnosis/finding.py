@@ -11,6 +11,7 @@ from diagkit.diagnosis.rule import SEVERITIES, Rule
 from diagkit.language import tr, trn
 from diagkit.trace.patterns import compress
 from diagkit.trace.schema import Cause
+from diagkit.trace.spans import spans_text
 from diagkit.trace.values import printable
 
 
@@ -281,14 +282,7 @@ def ranks_text(ranks: tuple[int, ...], world_size: int) -> str:
         if world_size > 1:
             return tr("all {count}", count=world_size)
         return tr("0, the only one") if ranks == (0,) else f"{ranks[0]}"
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    shown = ", ".join(str(a) if a == b else f"{a}..{b}" if b > a + 1 else f"{a}, {b}" for a, b in spans)
-    return tr("{ranks} of {count}", ranks=shown, count=world_size)
+    return tr("{ranks} of {count}", ranks=spans_text(ranks), count=world_size)
 
 
 def _cause(cause: Cause) -> dict[str, Any]:

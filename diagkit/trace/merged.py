@@ -22,6 +22,8 @@ from diagkit.trace.values import clip, printable
 if TYPE_CHECKING:
     import pandas
 
+    from diagkit.trace.compare import Comparison
+
 _RANK_FILE = re.compile(r"rank-([0-9]{1,9})\.jsonl")
 
 
@@ -133,6 +135,12 @@ class Trace:
         from diagkit.trace.redact import redacted
 
         return redacted(self, names)
+
+    def compare(self, other: Trace) -> Comparison:
+        """Where this run (A) and the other (B) part first."""
+        from diagkit.trace.compare import compare
+
+        return compare(self, other)
 
     def findings(self) -> Any:
         """What `diagkit.diagnosis` finds in this trace."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 
 def parse_spans(text: str) -> list[tuple[int, int]]:
@@ -29,3 +30,18 @@ def parse_spans(text: str) -> list[tuple[int, int]]:
 def in_spans(rank: int, spans: list[tuple[int, int]]) -> bool:
     """Whether one of the spans holds the rank."""
     return any(first <= rank <= last for first, last in spans)
+
+
+def spans_text(ranks: Iterable[int]) -> str:
+    """Ascending ranks as people read them.
+
+    >>> spans_text([0, 1, 2, 5, 7, 8])
+    '0..2, 5, 7, 8'
+    """
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}..{b}" if b > a + 1 else f"{a}, {b}" for a, b in spans)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from diagkit.trace.reader import RankTrace
     from diagkit.trace.table import ResidencyTable
 
-__all__ = ["table_html", "trace_html"]
+__all__ = ["framed", "grid", "table_html", "trace_html"]
 
 #: Lines of a table that a notebook shows; the rest is counted.
 LINES = 200
@@ -42,7 +42,7 @@ STYLE = f"""
 
 def table_html(table: ResidencyTable) -> str:
     """A residency table."""
-    return _framed(_residency(table))
+    return framed(_residency(table))
 
 
 def trace_html(trace: Trace) -> str:
@@ -69,7 +69,7 @@ def trace_html(trace: Trace) -> str:
     troubles = [f"rank {one.rank}, the recorder itself: {trouble}" for one in trace for trouble in one.troubles]
     for problem in [*trace.problems, *troubles][:8]:
         parts.append(f'<p class="bad">{escape(clean(problem))}</p>')
-    return _framed("".join(parts))
+    return framed("".join(parts))
 
 
 def _residency(table: ResidencyTable) -> str:
@@ -88,7 +88,7 @@ def _residency(table: ResidencyTable) -> str:
     caption = clean(table.heading)
     if len(table.lines) > LINES:
         caption += f" · {len(table.lines) - LINES} further lines are not shown"
-    return _table(caption, ("tensor", "metadata says", "bytes are on", "notes"), rows)
+    return grid(caption, ("tensor", "metadata says", "bytes are on", "notes"), rows)
 
 
 def _phases(rank: RankTrace) -> str:
@@ -109,7 +109,7 @@ def _phases(rank: RankTrace) -> str:
                 f'<span class="quiet">{escape(clean(calls))}</span>',
             ]
         )
-    return _table("Phases", ("phase", "outcome", "observed calls"), rows) if rows else ""
+    return grid("Phases", ("phase", "outcome", "observed calls"), rows) if rows else ""
 
 
 def _chip(device: str | None, text: str, split: bool) -> str:
@@ -120,7 +120,7 @@ def _chip(device: str | None, text: str, split: bool) -> str:
     )
 
 
-def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def grid(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Cells are HTML already; caption and heads are text. The first cell of a row is its heading."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in heads)
     body = "".join(
@@ -129,5 +129,6 @@ def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) ->
     return f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _framed(body: str) -> str:
+def framed(body: str) -> str:
+    """The box that a notebook shows; the body is HTML already."""
     return f'<div class="dkt"><style>{STYLE}</style>{body}</div>'
