@@ -13,6 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from diagkit.capture import attach, record
     from diagkit.live import explain, inspect
+    from diagkit.remedy import guard
     from diagkit.trace import open_trace
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 _HOMES: dict[str, str] = {
     "attach": "diagkit.capture",
     "explain": "diagkit.live",
+    "guard": "diagkit.remedy",
     "inspect": "diagkit.live",
     "open_trace": "diagkit.trace",
     "record": "diagkit.capture",
@@ -29,7 +31,7 @@ _HOMES: dict[str, str] = {
 # Rooms that are part of the public face as they are, such as ``diagkit.lab``.
 _ROOMS: frozenset[str] = frozenset({"errors", "lab"})
 
-__all__ = ["__version__", "attach", "explain", "inspect", "open_trace", "record"]
+__all__ = ["__version__", "attach", "explain", "guard", "inspect", "open_trace", "record"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,10 @@
+"""What acts on a live model: `guard` stops the moves that do harm, `heal` mends what they have done.
+
+Standard library and the torch that is there, as everything that runs inside a training job.
+"""
+
+from __future__ import annotations
+
+from diagkit.remedy.guarding import Guard, MoveWarning, guard
+
+__all__ = ["Guard", "MoveWarning", "guard"]

@@ -1,0 +1,100 @@
+"""A move that a guard met: what it would have done, in words, and how the rest of it is done without the harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from diagkit import torch_internals as internals
+from diagkit.capture.cause import from_stack
+from diagkit.errors import MoveBlocked
+from diagkit.remedy.offloaded import Offloaded
+
+#: Parameters that stay, by the id of a module and the name of its slot.
+Kept = dict[tuple[int, str], Offloaded]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A whole-module move of parameters that the policy keeps on the CPU."""
+
+    call: str  # "Module.to"
+    target: str  # "npu:0"
+    module: str  # class of the moved module
+    parameters: int  # how many of them would move
+    harm: str
+    early: bool  # lazy init has not run: it may be an initialisation that moves there and back
+    file: str
+    number: int
+    function: str
+
+    @classmethod
+    def of(cls, module: nn.Module, target: torch.device, moved: Sequence[Offloaded], inside: set[int]) -> Move:
+        """The move of ``module`` (ids of it and all in it: ``inside``) that is on the stack now."""
+        cause = from_stack("Module._apply", (), "", 0)
+        frame = cause.frame
+        return cls(
+            call=cause.chain[-1] if cause.chain[-1:] and "." in cause.chain[-1] else cause.operation,
+            target=str(target),
+            module=type(module).__name__,
+            parameters=len(moved),
+            harm=_harm(moved, str(target), inside),
+            early=all(entry.facts.lazy_init == "no" for entry in moved),
+            file=frame.file if frame else "<unknown>",
+            number=frame.line if frame else 0,
+            function=frame.function if frame else "?",
+        )
+
+    @property
+    def line(self) -> str:
+        """``"moves.py:48 load_model_to_device: Module.to npu:0"``."""
+        return f"{self._where}: {self.call} {self.target}"
+
+    @property
+    def _where(self) -> str:
+        return f"{self.file.rpartition('/')[2]}:{self.number} {self.function}"
+
+    def blocked(self) -> MoveBlocked:
+        """The error of a guard that raises; its text is also the warning of one that warns."""
+        later = (
+            ". If this is the model's own initialisation, which moves it there and back, enter the guard after it"
+            if self.early
+            else ""
+        )
+        return MoveBlocked(
+            f"a move of {self.module} to {self.target} {self.harm}",
+            found=f"{self.call} over {self.parameters} parameter{'s' * (self.parameters > 1)} under CPUOffloadPolicy",
+            expected="parameters that stay on the CPU",
+            where=self._where,
+            remedy=f"Leave the module where it is: FSDP2 brings each layer to the accelerator by itself. Move inputs "
+            f"and buffers alone; copy a single tensor with p.to({self.target.partition(':')[0]!r}){later}",
+        )
+
+
+def _harm(moved: Sequence[Offloaded], target: str, inside: set[int]) -> str:
+    if any(id(entry.owner) not in inside for entry in moved):
+        return "goes past FSDP2, which would go on computing with their old bytes on the CPU, without a word (DK103b)"
+    if any(entry.facts.pin_memory for entry in moved):
+        return (
+            f"splits its parameters: metadata {target}, bytes in pinned CPU memory, and the next state_dict(), first "
+            "forward or backward raises (DK101)"
+        )
+    return f"puts its parameters wholly on {target}, and the next first forward or backward raises (DK103a)"
+
+
+def move_others(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], kept: Kept) -> None:
+    """Applies ``fn`` to the parameters inside ``module`` that are not ``kept``; buffers stay."""
+    for _, part in internals.named_modules(module):
+        others = {
+            name: value
+            for name, value in part._parameters.items()
+            if value is not None and (id(part), name) not in kept
+        }
+        if others:
+            shell = nn.Module()  # `_apply` itself decides how a parameter is exchanged
+            shell._parameters.update(others)
+            shell._apply(fn)
+            part._parameters.update(shell._parameters)
