@@ -37,7 +37,8 @@ DOORS = {"trace/merged": {"diagnosis", "views"}, "trace/table": {"views"}, "trac
 # What a training process may import beside the standard library.
 IN_A_JOB = {"capture", "trace", "diagnosis", "live", "remedy", "auto", "run", "torch_internals", "errors", "language"}
 WITHOUT_TORCH = {"trace", "diagnosis", "errors", "language", "cli"}
-FRAMES = "trace/frames"
+# Beside the job: a trace as tables, through pandas and pyarrow, each imported when it is asked for.
+TABLES = {"trace/frames", "trace/export"}
 
 # PyTorch's private parts have one door.
 PRIVATE_ATTRIBUTES = {
@@ -117,7 +118,7 @@ def test_a_room_imports_only_the_rooms_that_its_arrows_name(path: pathlib.Path) 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_what_runs_inside_a_training_job_imports_torch_and_the_standard_library_alone(path: pathlib.Path) -> None:
     room = room_of(path)
-    if room not in IN_A_JOB | WITHOUT_TORCH or name_of(path) == FRAMES:
+    if room not in IN_A_JOB | WITHOUT_TORCH or name_of(path) in TABLES:
         return
     allowed = sys.stdlib_module_names | {"diagkit", "__future__"} | (set() if room in WITHOUT_TORCH else {"torch"})
     wrong = [

@@ -236,3 +236,20 @@ def test_names_of_a_decoder_still_make_one_pattern_each() -> None:
     trace = redacted(engine_trace(decoder_names(4)), names=True)
     original = engine_trace(decoder_names(4))
     assert len(diagnose(trace)[0].where) <= len(diagnose(original)[0].where) == 6
+
+
+@pytest.mark.parametrize("option", ["--redact", "--redact-names"])
+def test_exported_tables_and_comparisons_tell_nothing_private(
+    folder: pathlib.Path, tmp_path: pathlib.Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private = (*PRIVATE, "secret_router") if option == "--redact-names" else PRIVATE
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "rank-00000.jsonl").write_bytes((folder / "rank-00001.jsonl").read_bytes().replace(b'"save"', b'"load"'))
+    out = tmp_path / "tables"
+    assert main(["export", str(folder), "--to", "csv", "-o", str(out), option]) == 0
+    assert leaks("".join(path.read_text() for path in out.iterdir()), private) == []
+    capsys.readouterr()
+    for form in ([], ["--json"]):
+        assert main(["compare", str(folder), str(other), option, *form]) == 1
+        assert leaks(capsys.readouterr().out, private) == []

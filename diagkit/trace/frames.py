@@ -1,7 +1,8 @@
-"""A trace as a pandas table. The one module of this room that needs pandas."""
+"""A trace as a table: a line per rank, moment and tensor. Only `frame` needs pandas."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from diagkit.errors import MissingDependency
@@ -13,11 +14,13 @@ if TYPE_CHECKING:
 
     from diagkit.trace.merged import Trace
 
-COLUMNS = (
-    "rank", "moment", "time", "phase", "phase_name", "label", "model", "kind", "name", "part",
-    "metadata_device", "storage_device", "pinned", "split", "aliased", "registered", "sharded_state",
-    "dtype", "storage_dtype", "generation", "cause",
-)  # fmt: skip
+#: Name and type of each column; any but the first two may be empty.
+COLUMNS: dict[str, type] = {
+    "rank": int, "moment": int, "time": float, "phase": int, "phase_name": str, "label": str, "model": str, "kind": str,
+    "name": str, "part": str, "metadata_device": str, "storage_device": str, "pinned": bool, "split": bool,
+    "aliased": bool, "registered": bool, "sharded_state": str, "dtype": str, "storage_dtype": str, "generation": int,
+    "cause": str,
+}  # fmt: skip
 
 
 def frame(trace: Trace, every: bool = False) -> pandas.DataFrame:
@@ -30,14 +33,11 @@ def frame(trace: Trace, every: bool = False) -> pandas.DataFrame:
         import pandas
     except ImportError:
         raise MissingDependency("tables need pandas", remedy="pip install 'diagkit[report]'") from None
-    lines: list[tuple[Any, ...]] = []
-    for rank in trace:
-        lines += _lines(rank, every)
-    return pandas.DataFrame(lines, columns=list(COLUMNS))
+    return pandas.DataFrame([line for rank in trace for line in lines(rank, every)], columns=list(COLUMNS))
 
 
-def _lines(rank: RankTrace, every: bool) -> list[tuple[Any, ...]]:
-    lines: list[tuple[Any, ...]] = []
+def lines(rank: RankTrace, every: bool = False) -> Iterator[tuple[Any, ...]]:
+    """The lines of one rank, in the order of `COLUMNS`."""
     before: list[int] = [ABSENT] * len(rank.rows)
     generations = [0] * len(rank.rows)
     for moment in rank.moments:
@@ -52,10 +52,9 @@ def _lines(rank: RankTrace, every: bool) -> list[tuple[Any, ...]]:
             facts = rank.facts[number]
             if row.kind not in TENSOR_KINDS or not isinstance(facts, Residency) or not (changed or every):
                 continue
-            lines.append((
+            yield (
                 *head, row.model, row.kind, row.name, row.part,
                 facts.metadata_device, facts.storage_device, facts.pinned, facts.split, facts.aliased, facts.registered,
                 facts.sharded_state, facts.dtype, facts.storage_dtype, generation, cause,
-            ))  # fmt: skip
+            )  # fmt: skip
         before, generations = state.facts, state.generations
-    return lines
