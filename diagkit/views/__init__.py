@@ -12,14 +12,16 @@ from diagkit.errors import MissingDependency
 
 if TYPE_CHECKING:
     from diagkit.views.figure import ViewFigure
+    from diagkit.views.lifeline import lifeline
     from diagkit.views.maps import before_after, residency_map
     from diagkit.views.matrix import outcome_matrix
 
-__all__ = ["ViewFigure", "before_after", "outcome_matrix", "residency_map"]
+__all__ = ["ViewFigure", "before_after", "lifeline", "outcome_matrix", "residency_map"]
 
 _HOMES = {
     "ViewFigure": "figure",
     "before_after": "maps",
+    "lifeline": "lifeline",
     "outcome_matrix": "matrix",
     "residency_map": "maps",
 }
