@@ -148,6 +148,15 @@ class Trace:
 
         return diagnose(self)
 
+    def report(self, path: str | os.PathLike[str], *, lang: str = "en", against: Trace | None = None) -> Path:
+        """Write this run's story to one file, ``.html``, ``.md`` or ``.json`` by its name, and return where it is.
+
+        ``lang`` is "en" or "zh"; ``against`` a later run: then the report says whether a fix held.
+        """
+        from diagkit.views.report import write
+
+        return write(self, path, lang=lang, against=against)
+
 
 def _few(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

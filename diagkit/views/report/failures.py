@@ -1,0 +1,117 @@
+"""Which exception came first, which came after it, and how each rank's story ended.
+
+The rules: the first failure is told, never the last, since what comes later may merely follow; ranks that failed alike
+are one line; a rank that left without a word is told as such, for its silence may be the cause of the others' noise.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from diagkit.language import tr
+from diagkit.trace import RankTrace, Trace
+from diagkit.trace.schema import Cause, Moment
+
+__all__ = ["Fate", "Told", "failures", "fates", "told_rank"]
+
+_INDEX = re.compile(r"(?<=\b[a-z]{3}):\d+\b|(?<=\bcuda):\d+\b|, index=\d+|\brank \d+\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One failure, over all ranks that met it. ``seconds``: since its rank's trace began."""
+
+    type: str
+    message: str
+    operation: str
+    phase: str
+    ranks: tuple[int, ...]
+    seconds: float
+    cause: Cause | None
+    moment: int  # its index on the lowest of the ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """How the traces of some ranks ended: ``how`` is a sentence without its full stop; ``well`` as a run should."""
+
+    ranks: tuple[int, ...]
+    how: str
+    well: bool
+
+
+def failures(trace: Trace) -> list[Told]:
+    """The failures of a run, the first one first."""
+    groups: dict[tuple[object, ...], list[tuple[RankTrace, Moment]]] = {}
+    for rank in trace:
+        for moment in rank.failures:
+            groups.setdefault(_kind(rank, moment), []).append((rank, moment))
+    first = trace.first_failure
+    kind = _kind(*first) if first else None
+    order = sorted(groups.items(), key=lambda group: (group[0] != kind, min((m.phase, m.time) for _, m in group[1])))
+    return [_told(members) for _, members in order]
+
+
+def told_rank(trace: Trace) -> RankTrace:
+    """The rank whose story is told: the lowest of those that met the first failure, else the lowest."""
+    found = failures(trace)
+    return trace[found[0].ranks[0]] if found else next(iter(trace))
+
+
+def _kind(rank: RankTrace, moment: Moment) -> tuple[object, ...]:
+    failure = moment.failure
+    if failure is None:
+        raise ValueError("a moment without a failure")
+    # Ranks differ in the index of their device and in nothing else.
+    message = _INDEX.sub("", failure.message)
+    return rank.phases[moment.phase].name, moment.phase, failure.type, failure.operation, message
+
+
+def _told(members: list[tuple[RankTrace, Moment]]) -> Told:
+    rank, moment = min(members, key=lambda member: (member[0].rank, member[1].index))
+    failure = moment.failure
+    if failure is None:
+        raise ValueError("a moment without a failure")
+    return Told(
+        failure.type,
+        " ".join(failure.message.split()),
+        failure.operation,
+        rank.phases[moment.phase].name,
+        tuple(sorted({one.rank for one, _ in members})),
+        moment.clock - rank.moments[0].clock,
+        moment.cause,
+        moment.index,
+    )
+
+
+def fates(trace: Trace) -> list[Fate]:
+    """How each rank ended, ranks that ended alike together; those that ended badly first."""
+    groups: dict[tuple[bool, str], list[int]] = {}
+    for rank in trace:
+        groups.setdefault(_fate(rank), []).append(rank.rank)
+    if missing := trace.missing_ranks:
+        groups[False, tr("left no trace")] = missing
+    return [Fate(tuple(ranks), how, well) for (well, how), ranks in sorted(groups.items(), key=_order)]
+
+
+def _order(group: tuple[tuple[bool, str], list[int]]) -> tuple[bool, int]:
+    (well, _), ranks = group
+    return well, ranks[0]
+
+
+def _fate(rank: RankTrace) -> tuple[bool, str]:
+    phase = rank.last_phase.name
+    if rank.standstill is not None:
+        where = tr("stood still {how_long}", how_long=rank.standstill)
+        return False, tr("{what}, in phase {phase}", what=where, phase=phase) if phase else where
+    if rank.ended is None:
+        return False, tr("broke off in phase {phase}", phase=phase) if phase else tr("broke off without a last word")
+    if rank.ended != "closed":
+        return False, tr("ended early: {reason}", reason=rank.ended)
+    if rank.failures:
+        last = rank.failures[-1]
+        failed = last.failure.type if last.failure else "?"
+        where = rank.phases[last.phase].name
+        return False, tr("failed in phase {phase}: {error}", phase=where or "-", error=failed)
+    return True, tr("ended as a run should")

@@ -1,0 +1,152 @@
+"""The report as one page that needs nothing else: no network, no server, and no script to be read.
+
+The rules: every text is escaped by the template engine, characters that move a cursor or turn the direction of writing
+are written out; the page's own policy lets it load nothing and run no script but the one whose hash it names; each
+figure stands beside its words.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from diagkit import __version__
+from diagkit.diagnosis.finding import ranks_text
+from diagkit.errors import MissingDependency, UsageError
+from diagkit.language import tr, trn
+from diagkit.trace.values import printable
+from diagkit.views import palette
+from diagkit.views.report.content import Report
+from diagkit.views.report.history import history
+from diagkit.views.report.sentences import on_ranks, public_call
+
+__all__ = ["page"]
+
+#: Lines of a list that are written out.
+LIMIT = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure as the page shows it."""
+
+    title: str
+    svg: Markup
+    words: str
+
+
+def page(report: Report) -> str:
+    """The whole page."""
+    script = _file("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    names = _names()
+    pictures = _pictures(report)
+    wanted = {
+        "happened": True,
+        "fix": report.fix is not None,
+        "first": bool(report.failures),
+        "ranks": report.trace.world_size > 1,
+        "history": bool(pictures["history"]),
+        "reproduce": bool(report.script),
+    }
+    return (
+        _environment()
+        .from_string(_file("page.html"))
+        .render(
+            report=report,
+            names=names,
+            sections=[(id, name) for id, name in names.items() if wanted.get(id, True)],
+            pictures=pictures,
+            policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+            "base-uri 'none'; form-action 'none'",
+            css=Markup(_file("page.css")),
+            script=Markup(script),
+            version=__version__,
+            LIMIT=LIMIT,
+        )
+    )
+
+
+def _names() -> dict[str, str]:
+    """The sections by their anchors, in the order of reading."""
+    return {
+        "happened": tr("What happened"),
+        "fix": tr("Did the fix hold?"),
+        "first": tr("The first failure"),
+        "findings": tr("Findings"),
+        "timeline": tr("Timeline"),
+        "tensors": tr("Where the tensors are"),
+        "ranks": tr("The ranks"),
+        "history": tr("This engine's history"),
+        "reproduce": tr("Reproduce it"),
+        "environment": tr("Environment"),
+        "missing": tr("What is missing"),
+        "impact": tr("Impact and actions"),
+    }
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, finalize=_visible, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["prose"] = _prose
+    environment.globals.update(
+        tr=tr, trn=trn, on_ranks=on_ranks, ranks_text=ranks_text, public_call=public_call, colour=palette.device
+    )
+    return environment
+
+
+def _prose(value: str) -> Markup:
+    """A text of ours: what stands in backticks is code."""
+    parts = (
+        Markup("<code>{}</code>").format(part) if n % 2 else escape(part) for n, part in enumerate(value.split("`"))
+    )
+    return Markup("").join(parts)
+
+
+def _visible(value: Any) -> Any:
+    """Text with control and direction characters written out; our own markup as it is."""
+    if isinstance(value, Markup) or value is None:
+        return value
+    return "\n".join(map(printable, str(value).split("\n")))
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _pictures(report: Report) -> dict[str, list[Picture]]:
+    """The figures of each section; one that has nothing to show is left out."""
+    from diagkit import views
+
+    trace = report.trace
+    wanted: dict[str, list[Callable[[], Any]]] = {
+        "timeline": [lambda: views.residency_map(trace)],
+        "tensors": [],
+        "ranks": [],
+        "fix": [],
+        "history": [],
+    }
+    if (against := report.against) is not None:
+        wanted["fix"].append(lambda: views.before_after(trace, against, names=(tr("First run"), tr("Second run"))))
+    if cells := history(trace):
+        wanted["history"].append(lambda: views.outcome_matrix(cells))
+    return {section: list(_drawn(figures)) for section, figures in wanted.items()}
+
+
+def _drawn(figures: list[Callable[[], Any]]) -> Iterator[Picture]:
+    for figure in figures:
+        try:
+            drawn = figure()
+        except MissingDependency:
+            raise
+        except UsageError:  # nothing to show
+            continue
+        yield Picture(drawn.title, Markup(drawn.to_svg()), drawn.to_text())

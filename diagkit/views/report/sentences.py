@@ -1,0 +1,161 @@
+"""What happened, in three sentences: what drove things apart, what failed first, what to do.
+
+The rules: each sentence can be read alone; nothing is said that the trace does not hold; where nothing is wrong the
+three say so, and where nobody could look they say that.
+"""
+
+from __future__ import annotations
+
+import re
+
+from diagkit.diagnosis import Finding, Findings
+from diagkit.diagnosis.finding import ranks_text
+from diagkit.language import tr, trn
+from diagkit.trace import RankTrace, Trace
+from diagkit.trace.schema import BUFFER, PARAMETER, Cause, Frame, Residency
+from diagkit.trace.values import clip
+from diagkit.views.report.failures import Fate, Told
+
+__all__ = ["on_ranks", "public_call", "sentences", "title"]
+
+_FIRST_SENTENCE = re.compile(r".*?[^.\d](?:\. |。|\.$|$)", re.DOTALL)
+
+
+def title(trace: Trace, findings: Findings, failed: list[Told]) -> str:
+    """The report's heading: the hazard to blame, else the failure, else that all is well."""
+    first = _first(findings)
+    if first is not None and (first.lasting or first.failure):
+        return f"{first.code}: {first.title}"
+    if failed:
+        return tr("{error} in {phase}", error=failed[0].type, phase=failed[0].phase or failed[0].operation)
+    if findings.blind:
+        return tr("Nothing could be looked at")
+    return tr("No residency hazard found")
+
+
+def sentences(
+    trace: Trace, told: RankTrace, findings: Findings, failed: list[Told], ends: list[Fate]
+) -> tuple[str, str, str]:
+    """The three sentences."""
+    first = _first(findings)
+    if findings.blind and first is None:
+        return (
+            tr("Nothing could be looked at: {why}.", why=_bare(findings.blind)),
+            _failed(trace, failed, ends),
+            _look(),
+        )
+    if first is None:
+        return (_calm(told, failed), _failed(trace, failed, ends), _nothing_found(failed))
+    # The move that a failure speaks of says more than the flag that let it happen.
+    moved = next((finding for finding in findings if finding.cause and finding.failure), first)
+    return (_apart(moved), _failed(trace, failed, ends), _remedy(first))
+
+
+def _first(findings: Findings) -> Finding | None:
+    return findings[0] if findings else None
+
+
+def _apart(finding: Finding) -> str:
+    seen = _bare(finding.evidence[0]) if finding.evidence else finding.title
+    cause = finding.cause
+    if cause is None:
+        return tr("In {phase}, {seen}.", phase=finding.phase, seen=seen) if finding.phase else f"{seen}."
+    metadata, slash, storage = finding.residency.partition("/")
+    if slash and storage.partition(" ")[0].partition(":")[0] != metadata.partition(":")[0]:
+        done = trn(
+            "split {count} tensor: its metadata says {metadata}, its bytes are {where}",
+            "split {count} tensors: their metadata says {metadata}, their bytes are {where}",
+            len(finding.names),
+            metadata=metadata,
+            where=_memory(storage),
+        )
+    else:
+        done = tr("left this behind: {seen}", seen=seen)
+    where = f"{cause.frame.function} ({_place(cause.frame)})" if cause.frame else tr("a line that was not recorded")
+    what = tr("{where} called {call}, which {done}", where=where, call=public_call(cause), done=done)
+    return tr("In {phase}, {what}.", phase=finding.phase, what=what) if finding.phase else f"{what}."
+
+
+def _memory(storage: str) -> str:
+    device, pinned, _ = storage.partition(" pinned")
+    return tr("in pinned {device} memory", device=device) if pinned else tr("on {device}", device=device)
+
+
+def _place(frame: Frame) -> str:
+    return f"{frame.file.rpartition('/')[2]}:{frame.line}"
+
+
+def public_call(cause: Cause) -> str:
+    """The call of a chain that a reader knows: ``"Module.to"`` rather than what it called inside torch."""
+    known = [step for step in cause.chain if step.startswith("Module.") and "._" not in step]
+    return known[-1] if known else cause.operation
+
+
+def on_ranks(ranks: tuple[int, ...], world_size: int) -> str:
+    """``"on all 8 ranks"``, ``"on rank 3"``, ``"on ranks 0..2 of 8"``."""
+    if len(ranks) == world_size > 1:
+        return tr("on all {count} ranks", count=world_size)
+    if len(ranks) == 1:
+        return tr("on rank {rank}", rank=ranks[0])
+    return tr("on ranks {ranks}", ranks=ranks_text(ranks, world_size))
+
+
+def _failed(trace: Trace, failed: list[Told], ends: list[Fate]) -> str:
+    if failed:
+        first = failed[0]
+        return tr(
+            "The first failure, {ranks}, was {error} in {operation}: {message}",
+            ranks=on_ranks(first.ranks, trace.world_size),
+            error=first.type,
+            operation=first.operation,
+            message=_ended(clip(first.message, 300)),
+        )
+    bad = [end for end in ends if not end.well]
+    if bad:
+        ranks = on_ranks(bad[0].ranks, trace.world_size)
+        return tr("No exception was seen, but {ranks} the trace {what}.", ranks=ranks, what=bad[0].how)
+    return tr("No operation has failed in this trace.")
+
+
+def _remedy(finding: Finding) -> str:
+    found = _FIRST_SENTENCE.match(finding.remedy)
+    remedy = found[0].strip() if found else finding.remedy
+    if finding.lasting:
+        return tr("This is {code}, still so when the trace ended. {remedy}", code=finding.code, remedy=remedy)
+    return tr("This was {code}, gone by the end of the trace. {remedy}", code=finding.code, remedy=remedy)
+
+
+def _calm(told: RankTrace, failed: list[Told]) -> str:
+    names = list(dict.fromkeys(phase.name for phase in told.phases.values() if phase.name))
+    through = ", ".join(names[:6]) or tr("no phase")
+    if not told.moments:
+        return tr("The run recorded nothing.")
+    state = told.state(failed[0].moment if failed else -1)
+    facts = [told.facts[number] for row, number in zip(told.rows, state.facts, strict=True) if row.kind in _WATCHED]
+    places = sorted({fact.short() for fact in facts if isinstance(fact, Residency) and not fact.empty})
+    return tr(
+        "Through {phases}, metadata and bytes stayed together: all tensors are at {places}.",
+        phases=through,
+        places=", ".join(places[:4]) or "-",
+    )
+
+
+_WATCHED = (PARAMETER, BUFFER)
+
+
+def _nothing_found(failed: list[Told]) -> str:
+    if failed:
+        return tr("No residency hazard explains it: look for the cause in the message and in its own line.")
+    return tr("There is nothing to mend.")
+
+
+def _look() -> str:
+    return tr("See what is missing, record again, and read nothing into the silence.")
+
+
+def _bare(text: str) -> str:
+    return text.rstrip().rstrip(".。")
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith((".", "。", "!", "?")) else f"{text}."

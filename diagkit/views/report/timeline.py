@@ -1,0 +1,116 @@
+"""What happened on one rank, phase by phase: what moved, whose line moved it, what failed.
+
+The rules: a phase in which the same happened as in the one before of its name (the hundredth training step) is told
+with it, counted; times are seconds since the trace began, by the rank's own clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from diagkit.diagnosis.words import KINDS
+from diagkit.language import tr, trn
+from diagkit.trace import RankTrace
+from diagkit.trace.patterns import compress
+from diagkit.trace.schema import TENSOR_KINDS, Cause, Moment, Phase, Residency, Row
+
+__all__ = ["Chapter", "Event", "timeline"]
+
+#: Chapters told, and events of one.
+CHAPTERS, EVENTS = 200, 40
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``kind`` is "move", "failure" or "split" (a move after which metadata and bytes are apart)."""
+
+    seconds: float
+    kind: str
+    what: str
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """One phase, or ``times`` of them in a row in which the same happened.
+
+    ``lasted`` is None for one without an end.
+    """
+
+    ordinal: int
+    name: str
+    label: str
+    seconds: float
+    lasted: float | None
+    outcome: str  # "ok", "failed", "open"
+    times: int = 1
+    events: tuple[Event, ...] = ()
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What two chapters share that are told as one."""
+        return self.name, self.label, self.outcome, tuple((event.kind, event.what) for event in self.events)
+
+
+def timeline(rank: RankTrace) -> list[Chapter]:
+    """The chapters of one rank, in order."""
+    events: dict[int, list[Event]] = {}
+    for moment, event in sorted(_events(rank), key=lambda pair: pair[0].index):
+        found = events.setdefault(moment.phase, [])
+        if len(found) < EVENTS:
+            found.append(event)
+    chapters: list[Chapter] = []
+    for phase in rank.phases.values():
+        if phase.ordinal == 0 and 0 not in events:
+            continue
+        chapter = _chapter(rank, phase, events.get(phase.ordinal, []))
+        if chapters and chapters[-1].alike == chapter.alike:
+            lasted = None if chapters[-1].lasted is None else chapters[-1].lasted + (chapter.lasted or 0.0)
+            chapters[-1] = replace(chapters[-1], times=chapters[-1].times + 1, lasted=lasted)
+        elif len(chapters) < CHAPTERS:
+            chapters.append(chapter)
+    return chapters
+
+
+def _chapter(rank: RankTrace, phase: Phase, events: list[Event]) -> Chapter:
+    began = rank.moments[phase.enter or 0].clock - rank.moments[0].clock if rank.moments else 0.0
+    lasted = None
+    if phase.enter is not None and phase.exit is not None:
+        lasted = rank.moments[phase.exit].clock - rank.moments[phase.enter].clock
+    failed = any(event.kind == "failure" for event in events)
+    outcome = "failed" if failed else "open" if phase.ordinal and phase.exit is None else "ok"
+    return Chapter(phase.ordinal, phase.name, phase.label, began, lasted, outcome, 1, tuple(events))
+
+
+def _events(rank: RankTrace) -> Iterator[tuple[Moment, Event]]:
+    start = rank.moments[0].clock if rank.moments else 0.0
+    moves: dict[tuple[int, str, str], list[Row]] = {}
+    for change in rank.transitions():
+        if isinstance(change.before, Residency) and isinstance(change.after, Residency):
+            old, new = change.before.short(), change.after.short()
+            if old != new:
+                rows = moves.setdefault((change.moment.index, old, new), [])
+                rows += [row for row in change.rows if row.kind in TENSOR_KINDS]
+    split = {facts.short() for facts in rank.facts if isinstance(facts, Residency) and facts.split}
+    for (index, old, new), rows in moves.items():
+        moment = rank.moments[index]
+        text = tr("{tensors}: {before} → {after}", tensors=_counted(rows), before=old, after=new)
+        yield moment, Event(moment.clock - start, "split" if new in split else "move", text, moment.cause)
+    for moment in rank.failures:
+        if moment.failure is not None:
+            text = tr("{operation} raises {error}", operation=moment.failure.operation, error=moment.failure.type)
+            yield moment, Event(moment.clock - start, "failure", text, moment.cause)
+
+
+def _counted(rows: list[Row]) -> str:
+    """``"21 parameters"``; a few under one pattern with their names."""
+    kinds: dict[str, dict[str, None]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, {})[row.name] = None
+    words = []
+    for kind, names in kinds.items():
+        patterns = compress(names) if len(names) <= 1000 else []
+        named = f" ({patterns[0].text})" if len(patterns) == 1 and len(patterns[0].text) <= 60 else ""
+        words.append(trn(*KINDS[kind], len(names)) + named)
+    return tr(" and ").join(words)
