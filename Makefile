@@ -16,6 +16,8 @@ WORKERS ?= 2
 PYTEST ?=
 # Who narrows the tests down may leave one of the two passes without any (pytest's exit code 5).
 NARROWED = $(if $(PYTEST),|| [ $$? = 5 ])
+# Further arguments for the benchmarks: make bench BENCH="--only steps"
+BENCH ?=
 # Which tests make test-torch runs: smoke (parity and the crash) or all
 SUITE ?= smoke
 # Further arguments for the demo: make demo DEMO="--history"
@@ -27,7 +29,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SETUP = @$(PYTHON) .ci/venv.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
 
-.PHONY: help setup demo lab notebooks pictures doctor test test-torch test-verl hazards predictions translations wheel lint clean
+.PHONY: help setup demo lab notebooks pictures doctor test test-torch test-verl hazards predictions translations wheel bench lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*  ## ' $(MAKEFILE_LIST) | sed 's/:.*  ## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -90,6 +92,9 @@ wheel: setup  ## build the wheel for nodes without a network: pip install --no-d
 	@rm -rf build/lib build/bdist* dist/diagkit-*.whl
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/diagkit-*.whl
+
+bench: setup  ## measure everything anew (an hour, on a quiet machine): tests/benchmarks/results.md (BENCH="--help")
+	@$(PY) tests/benchmarks/bench.py $(BENCH)
 
 lint: setup  ## ruff and mypy
 	@$(PY) -m ruff check .

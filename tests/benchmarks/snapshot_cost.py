@@ -12,42 +12,15 @@ import sys
 import time
 from typing import Any
 
+from facts import managed_parameters, read_facts
 from worlds import one_rank, stack
 
 from diagkit.capture.inventory import PARAMETER, Inventory
-from diagkit.capture.residency import quiet
 from diagkit.trace.schema import Header
 from diagkit.trace.writer import MemorySink, TraceWriter
 
 PARAMETERS = 4000
 ROUNDS = 40
-
-
-def bare_loop(records: list[tuple[Any, Any, str]]) -> int:
-    """The same facts of each parameter, read in the plainest way and compared with nothing."""
-    seen = 0
-    for record, module, name in records:
-        param = record.sharded_param
-        local = param._local_tensor
-        storage = local.untyped_storage()
-        flat = record._sharded_param_data.untyped_storage()
-        facts = (
-            param.device,
-            storage.device,
-            param.dtype,
-            local.dtype,
-            local.is_pinned(),
-            record._sharding_spec.mesh.device_type,
-            local.shape == record.sharded_size,
-            local.numel() == 0,
-            param.requires_grad,
-            flat.device,
-            flat._cdata == storage._cdata,
-            module._parameters[name] is param,
-            record.sharded_state,
-        )
-        seen += len(facts)
-    return seen
 
 
 def timed(call: Any) -> float:
@@ -59,12 +32,7 @@ def timed(call: Any) -> float:
 def main() -> None:
     with one_rank():
         model = stack(PARAMETERS)
-        records = []
-        for module in model.modules():
-            state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-            for group in state._fsdp_param_groups if state else ():
-                for record in group.fsdp_params:
-                    records.append((record, record._module_info.module, record._module_info.param_name))
+        records = managed_parameters(model)
         assert len(records) == PARAMETERS, len(records)
         writer = TraceWriter(MemorySink(), Header())
         inventory = Inventory(lambda rows, shapes: writer.table(rows, shapes), writer.fact_id)
@@ -73,8 +41,7 @@ def main() -> None:
         assert sum(c.count for c in inventory.scan(kinds)) == PARAMETERS
 
         def bare() -> None:
-            with quiet():
-                bare_loop(records)
+            read_facts(records)
 
         def scan() -> None:
             assert not inventory.scan(kinds)

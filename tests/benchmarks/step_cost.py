@@ -1,127 +1,92 @@
-"""What recording costs a training step.
+"""What one tool costs a training step; one process (or one a rank) for each tool and set-up.
 
-A step is forward, backward, optimizer step and ``state_dict()`` of eight FSDP2 blocks, batch 32. Bare and tooled
-steps alternate in one process, in swapped order every second time; a null run does the same with no tool, so that
-what the machine does by itself can be subtracted. Figures: median of the paired ratios with a bootstrap interval,
-and microseconds added per step.
+A step is forward, backward, optimizer step and ``state_dict()`` of eight FSDP2 blocks, batch 32, on the simulated
+accelerator. ``bench.py`` runs it for all tools; by hand:
 
-Run: ``python tests/benchmarks/step_cost.py [--width 64] [--steps 200] [--no-offload]``
+    python tests/benchmarks/step_cost.py --tool "diagkit transitions" [--width 64] [--ranks 2] [--no-offload]
+
+Prints one JSON object: the tool's figures, those of the null run beside it, and the ratio of the two.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import statistics
+import os
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
+from timing import paired
+from tools import TOOLS
 from worlds import one_rank, stack
-
-from diagkit.capture import hooks, start
-from diagkit.capture.recorder import Recorder
 
 BLOCKS = 8
 BATCH = 32
 WARM_UP = 20
 
 
-def interval(values: list[float], rounds: int = 2000) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the median."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(rounds))
-    return medians[int(rounds * 0.025)], medians[int(rounds * 0.975)]
+def measure(tool: str, width: int, offload: bool, pairs: int) -> dict[str, object]:
+    """The figures of one tool in this process, whose process group is up."""
+    model = stack(BLOCKS * 4, width, offload=offload)
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = torch.randn(BATCH, width, device="npu")
 
+    def step() -> None:
+        model(data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.state_dict()
 
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def recorded(recorder: Recorder) -> Iterator[None]:
-    with recorder.phase("train"):
-        yield
-
-
-def paired(
-    step: Callable[[], None], tool: Callable[[], Any], on: Callable[[], None], off: Callable[[], None], steps: int
-) -> dict[str, Any]:
-    """Times ``steps`` pairs of a bare and a tooled step."""
-
-    def bare_once() -> float:
-        off()
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
-
-    def tooled_once() -> float:
-        on()
-        begin = time.perf_counter()
-        with tool():
-            step()
-        return time.perf_counter() - begin
-
-    for _ in range(WARM_UP):
-        bare_once()
-        tooled_once()
-    ratios, added = [], []
-    for n in range(steps):
-        if n % 2:
-            bare, tooled = bare_once(), tooled_once()
-        else:
-            tooled, bare = tooled_once(), bare_once()
-        ratios.append(tooled / bare)
-        added.append((tooled - bare) * 1e6)
-    low, high = interval(ratios)
-    return {"ratio": statistics.median(ratios), "low": low, "high": high, "added_us": statistics.median(added)}
+    with tempfile.TemporaryDirectory() as out:
+        step()  # lazy init and optimizer state, before any tool looks
+        null = TOOLS["nothing"](model, optimizer, out)
+        before = paired(step, null.around, null.on, null.off, pairs // 2, WARM_UP)
+        used = TOOLS[tool](model, optimizer, out)
+        result = paired(step, used.around, used.on, used.off, pairs, WARM_UP)
+        events = used.events()
+        after = paired(step, null.around, null.on, null.off, pairs // 2, 2)
+    excess = (before["ratio"] + after["ratio"]) / 2
+    return {
+        "tool": tool,
+        "width": width,
+        "offload": offload,
+        **result,
+        "null": excess,
+        "over_null": result["ratio"] - (excess - 1),
+        "events": events,
+        "us_per_event": result["added_us"] / events if events else None,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tool", choices=list(TOOLS), default="diagkit transitions")
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--no-offload", action="store_true")
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with one_rank(), tempfile.TemporaryDirectory() as out:
-        model = stack(BLOCKS * 4, args.width, offload=not args.no_offload)
-        optimizer = torch.optim.AdamW(model.parameters())
-        data = torch.randn(BATCH, args.width, device="npu")
-
-        def step() -> None:
-            model(data).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model.state_dict()
-
-        def idle() -> None:
-            pass
-
-        results = {"null": paired(step, nothing, idle, idle, args.steps)}
-        for detail in ("phases", "transitions"):
-            recorder = start(model, optimizer, out=f"{out}/{detail}", detail=detail)
-            if detail == "phases":
-                on = off = idle
-            else:
-
-                def on(recorder: Recorder = recorder) -> None:
-                    hooks.add(recorder)
-
-                def off(recorder: Recorder = recorder) -> None:
-                    hooks.remove(recorder)
-
-            results[detail] = paired(step, lambda recorder=recorder: recorded(recorder), on, off, args.steps)
-            recorder.close()
-    for name, r in results.items():
-        print(f"{name:12} {r['ratio']:.4f} [{r['low']:.4f}, {r['high']:.4f}]  {r['added_us']:8.1f} us a step")
-    over = {name: r["ratio"] / results["null"]["ratio"] for name, r in results.items() if name != "null"}
-    print(json.dumps({"width": args.width, "offload": not args.no_offload, "over_null": over, "results": results}))
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = args.rendezvous or os.path.join(folder, "store")
+        others = []
+        if args.rendezvous is None:
+            again = [sys.executable, __file__, *sys.argv[1:], "--rendezvous", meeting]
+            others = [
+                subprocess.Popen([*again, "--rank", str(rank)], stdout=subprocess.DEVNULL)
+                for rank in range(1, args.ranks)
+            ]
+        try:
+            with one_rank(args.rank, args.ranks, meeting):
+                result = measure(args.tool, args.width, not args.no_offload, args.pairs)
+        finally:
+            for other in others:
+                other.wait()
+    print(json.dumps({"ranks": args.ranks, **result}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,213 @@
+"""Everything that is measured, in one go: ``make bench``.
+
+Each tool and set-up runs in a process of its own (`step_cost`). The result is one JSON file with the machine, the
+date and every figure, and a table in Markdown made from it; the README quotes the table. The parts can be run alone:
+
+    python tests/benchmarks/bench.py [--only steps reading ...] [--pairs 200] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+TABLE = HERE / "results.md"
+
+# Not tools.TOOLS: this process imports no torch, which would only take memory from those that are measured.
+TOOLS = (
+    "nothing",
+    "bare loop",
+    "diagkit phases",
+    "diagkit transitions",
+    "diagkit full",
+    "profiler",
+    "profiler, stacks and memory",
+    "CommDebugMode",
+    "DebugMode",
+    "MemTracker",
+    "FSDPMemTracker",
+)
+SETUPS = [
+    {"width": width, "ranks": ranks, "offload": offload}
+    for ranks in (1, 2)
+    for width in (64, 512)
+    for offload in (True, False)
+]
+
+
+def call(*words: object, timeout: float = 900) -> tuple[float, str]:
+    """Runs a Python of its own; seconds and what it printed last."""
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, cwd=HERE.parent.parent, timeout=timeout
+    )
+    seconds = time.perf_counter() - begin
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{' '.join(map(str, words))}: exit {done.returncode}\n{done.stderr[-2000:]}")
+    return seconds, (done.stdout.splitlines() or [""])[-1]
+
+
+def steps(pairs: int) -> list[dict[str, Any]]:
+    """Each tool around a training step, in each set-up."""
+    results = []
+    for setup in SETUPS:
+        for tool in TOOLS:
+            ours = tool in ("nothing", "bare loop") or tool.startswith("diagkit")
+            few = pairs if ours else pairs // 4  # they cost so much more that fewer pairs tell
+            words = ["--tool", tool, "--width", setup["width"], "--ranks", setup["ranks"], "--pairs", few]
+            words += [] if setup["offload"] else ["--no-offload"]
+            try:
+                results.append(json.loads(call(HERE / "step_cost.py", *words)[1]))
+            except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+                results.append({"tool": tool, **setup, "failed": str(error).splitlines()[-1][:300]})
+            tell(results[-1])
+    return results
+
+
+def tell(result: dict[str, Any]) -> None:
+    where = f"width {result['width']:3}, {result['ranks']} rank(s), {'offload' if result['offload'] else 'no offload'}"
+    figure = f"{result['over_null']:.3f}" if "over_null" in result else "failed: " + result["failed"]
+    print(f"{where:32} {result['tool']:28} {figure}", flush=True)
+
+
+def reading(pairs: int) -> dict[str, Any]:
+    """A look at every parameter, against the bare loop and ``state_dict()``."""
+    return json.loads(call(HERE / "snapshot_cost.py")[1])  # type: ignore[no-any-return]
+
+
+def imports(pairs: int) -> dict[str, float]:
+    """Median milliseconds of each import, beyond an interpreter that imports nothing."""
+    probes = {
+        "diagkit": "import diagkit",
+        "diagkit.auto after torch": "import diagkit.auto",
+        "diagkit.trace": "import diagkit.trace",
+    }
+    found = {}
+    for name, statement in probes.items():
+        before = "import torch" if "torch" in name else "pass"
+        script = f"import time\n{before}\na = time.perf_counter()\n{statement}\nprint((time.perf_counter() - a) * 1e3)"
+        found[name] = statistics.median(float(call("-c", script)[1]) for _ in range(7))
+    return found
+
+
+def simulated(pairs: int) -> dict[str, Any]:
+    """Seconds of a step on the simulated accelerator and on the plain CPU."""
+    found = {}
+    for width in (512, 64):
+        shape = f"'{width}', '32', '{8 if width == 512 else 60}'"
+        script = f"import sys; sys.path.insert(0, 'tests'); import speed_ranks; speed_ranks.main({shape})"
+        found[f"width {width}"] = json.loads(call("-c", script)[1])
+    return found
+
+
+def demo(pairs: int) -> dict[str, float]:
+    """Seconds of the demo with an empty cache of compiled parts (cold) and with a full one (warm)."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["DIAGKIT_CACHE"] = cache
+        try:
+            return {name: call("-m", "diagkit", "demo")[0] for name in ("cold", "warm")}
+        finally:
+            del os.environ["DIAGKIT_CACHE"]
+
+
+PARTS: dict[str, Callable[[int], Any]] = {
+    "steps": steps,
+    "reading": reading,
+    "imports": imports,
+    "simulated": simulated,
+    "demo": demo,
+}
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on; no name of any host."""
+    _, torch = call("-c", "import torch; print(torch.__version__)")
+    model = ""
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": model or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch,
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results for people."""
+    on = results["machine"]
+    lines = [
+        f"Measured on {on['date']}: {on['cpu']}, {on['cores']} cores, Python {on['python']}, torch {on['torch']}, "
+        f"load {on['load']} before. `make bench` measures anew.",
+        "",
+    ]
+    if "steps" in results:
+        columns = list(dict.fromkeys((s["width"], s["ranks"], s["offload"]) for s in results["steps"]))
+        heads = [f"{w}, {r} rank{'s' * (r > 1)}{'' if o else ', no offload'}" for w, r, o in columns]
+        lines += [
+            "Step time with the tool over without, less what a null run beside it shows (width of the blocks, ranks):",
+            "",
+            "| tool | " + " | ".join(heads) + " | µs per event |",
+            "|---|" + "---|" * (len(columns) + 1),
+        ]
+        for tool in dict.fromkeys(s["tool"] for s in results["steps"]):
+            mine = {(s["width"], s["ranks"], s["offload"]): s for s in results["steps"] if s["tool"] == tool}
+            cells = [f"{mine[c]['over_null']:.3f}" if "over_null" in mine.get(c, {}) else "fails" for c in columns]
+            each = [s["us_per_event"] for s in mine.values() if s.get("us_per_event")]
+            lines.append(f"| {tool} | {' | '.join(cells)} | {f'{statistics.median(each):.1f}' if each else '-'} |")
+        lines.append("")
+    if "reading" in results:
+        r = results["reading"]
+        lines += [
+            f"A look at a parameter takes {r['us_per_parameter']['snapshot']:.1f} µs: "
+            f"{r['snapshot_over']['bare loop']:.2f} of a bare loop over the same facts, "
+            f"{r['snapshot_over']['state_dict()']:.2f} of `state_dict()`.",
+            "",
+        ]
+    if "imports" in results:
+        lines += ["Imports: " + ", ".join(f"`{k}` {v:.1f} ms" for k, v in results["imports"].items()) + ".", ""]
+    if "simulated" in results:
+        each = ", ".join(f"{v['npu'] / v['cpu']:.2f} at {k}" for k, v in results["simulated"].items())
+        lines += [f"A step on the simulated accelerator over one on the CPU: {each}.", ""]
+    if "demo" in results:
+        d = results["demo"]
+        lines += [f"`diagkit demo`: {d['cold']:.0f} s when it must compile first, {d['warm']:.0f} s afterwards.", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--pairs", type=int, default=200, help="pairs of steps for diagkit; a quarter for its peers")
+    parser.add_argument("--quick", action="store_true", help="ten pairs, to see that everything runs; writes nothing")
+    args = parser.parse_args()
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() and not args.quick else {}
+    results: dict[str, Any] = {**known, "machine": machine()}
+    for name in args.only:
+        results[name] = PARTS[name](10 if args.quick else args.pairs)
+    text = table(results)
+    print(text)
+    if not args.quick:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        TABLE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
