@@ -37,15 +37,15 @@ def _parting(parting: Parting) -> str:
     )
     rows = [
         [
-            escape(clean(", ".join(d.where[:SHOWN]))),
-            f"{len(d.names):,}",
+            escape(f"{len(d.names):,} {d.kind.replace('_', ' ')}{'s' * (len(d.names) > 1)}"),
             escape(clean(d.first)),
             escape(clean(d.second)),
+            "<br>".join([escape(clean(text)) for text in d.where[:SHOWN]] + ["…"] * (len(d.where) > SHOWN)),
         ]
         for d in parting.differences
     ]
-    caption = f"rank{'s' * (len(parting.ranks) > 1)} {spans_text(parting.ranks)}, {_where(parting)}: right after that"
-    return did + (grid(clean(caption), ("rows", "count", "in A", "in B"), rows) if rows else "")
+    caption = f"rank{'s' * (len(parting.ranks) > 1)} {spans_text(parting.ranks)}; right after that in {_where(parting)}"
+    return did + (grid(clean(caption), ("what differs", "in A", "in B", "which"), rows) if rows else "")
 
 
 def _where(parting: Parting) -> str:
