@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from diagkit.views.lifeline import lifeline
     from diagkit.views.maps import before_after, residency_map
     from diagkit.views.matrix import outcome_matrix
+    from diagkit.views.volumes import bytes_by_device
 
-__all__ = ["ViewFigure", "before_after", "lifeline", "outcome_matrix", "residency_map"]
+__all__ = ["ViewFigure", "before_after", "bytes_by_device", "lifeline", "outcome_matrix", "residency_map"]
 
 _HOMES = {
     "ViewFigure": "figure",
     "before_after": "maps",
+    "bytes_by_device": "volumes",
     "lifeline": "lifeline",
     "outcome_matrix": "matrix",
     "residency_map": "maps",

@@ -17,6 +17,7 @@ from diagkit.trace.schema import ABSENT, BUFFER, CALL, GRADIENT, PARAMETER, Resi
 from diagkit.views import palette, words
 from diagkit.views.chosen import Source, one_rank, opened
 from diagkit.views.figure import ViewFigure
+from diagkit.views.holdings import with_index
 from diagkit.views.lanes import NOWHERE, TRACKS, Glimpse, draw_lanes, lane_note, lanes_of
 from diagkit.views.lines import Page
 from diagkit.views.panels import GAP, MARGIN, Panel, head, moments_below, notes_below, tone
@@ -130,16 +131,11 @@ def _glimpse(rank: RankTrace, row: Row, gradient: Row | None, facts: object, its
     places: list[str | None] = [facts.metadata_device, facts.storage_device or "?", None, None]
     sizes: list[int | None] = [None, local_bytes(rank, row, facts), None, None]
     if facts.sharded_state == "unsharded":
-        places[2] = _with_index(rank, facts.mesh_device or rank.header.device)
+        places[2] = with_index(rank, facts.mesh_device or rank.header.device)
         sizes[2] = whole_bytes(row, facts)
     if gradient is not None and isinstance(its, Residency):
         places[3], sizes[3] = its.storage_device or its.metadata_device, local_bytes(rank, gradient, its)
     return Glimpse(tuple(places), tuple(sizes), bool(facts.pinned), facts.split)  # type: ignore[arg-type]
-
-
-def _with_index(rank: RankTrace, device: str) -> str:
-    index = rank.header.device_index
-    return device if index is None or device == "cpu" or ":" in device else f"{device}:{index}"
 
 
 def _story(rank: RankTrace, row: Row, glimpses: Sequence[Glimpse], span: range, moments: int) -> Story:

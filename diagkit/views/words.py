@@ -46,7 +46,7 @@ class Note:
 
 def moment_name(column: Column) -> str:
     """``"save: Module.to"``, ``"after init"``, ``"before save"``."""
-    return " ".join(_moment_words(column))
+    return " ".join(filter(None, _moment_words(column)))
 
 
 def moment_label(column: Column, room: float, size: float) -> list[str]:
