@@ -1,0 +1,201 @@
+"""What ranks show only beside each other: that they disagree, or share a device.
+
+Ranks with the same rows are compared where outermost phases end and where traces end. The cost follows what differs:
+equal histories have equal numbers and are compared once; of those that differ, whole states are held against each
+other, as lists of numbers, where one of them changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+
+from diagkit.diagnosis.finding import Finding
+from diagkit.diagnosis.judge import Hit
+from diagkit.diagnosis.moments import Judged, judged_moments
+from diagkit.diagnosis.rule import Subject, World, find_rules
+from diagkit.diagnosis.rules.ranks import alike_on_all_ranks
+from diagkit.diagnosis.seats import Seat, seat_of
+from diagkit.language import tr
+from diagkit.trace import RankTrace
+from diagkit.trace.schema import ABSENT, Facts, Moment
+from diagkit.trace.spans import spans_text
+
+#: Where ranks are compared: ordinal and name of a phase that ends, (-1, "") for the end of the trace.
+Rest = tuple[int, str]
+
+
+def disagreements(ranks: Iterable[RankTrace]) -> Iterator[Hit]:
+    """Where a rank's tensors are in another state than those of most ranks."""
+    numbers = _Numbers()
+    tables: dict[int, list[_Life]] = {}
+    for rank in ranks:
+        if rank.rows:
+            tables.setdefault(hash(rank.rows[0]), []).append(_Life(rank, numbers))
+    for lives in tables.values():
+        kinds: dict[object, list[_Life]] = {}
+        for life in lives:
+            kinds.setdefault(life.history, []).append(life)
+        # Of equally many, those that did less: who moved something is told, not who stood still.
+        shared = [rest for rest in lives[0].rests if all(rest in life.rests for life in lives)][-1:]
+        usual = min(kinds.values(), key=lambda those: (-len(those), [those[0].moved[rest] for rest in shared]))
+        for alike in kinds.values():
+            if alike is not usual:
+                yield from _differences(alike, usual[0], numbers)
+
+
+def shared_seats(ranks: Iterable[RankTrace], world_size: int) -> Iterator[Finding]:
+    """Ranks of one node that compute on the same physical device."""
+    (rule,) = find_rules("DK803")
+    found: dict[tuple[str, str], list[tuple[int, Seat]]] = {}
+    for rank in ranks:
+        if (seat := seat_of(rank)) is not None:
+            found.setdefault((seat.host, seat.physical), []).append((rank.rank, seat))
+    for those in found.values():
+        (_, first), (_, last) = those[0], those[-1]
+        if len(those) > 1 and rule.asks(Subject("rank", first, World(), other=last)):
+            on = tuple(sorted(rank for rank, _ in those))
+            said = (
+                tr("ranks {ranks} of host {host} compute on it", ranks=spans_text(on), host=first.host),
+                tr("physical device: {name}", name=first.physical),
+            )
+            yield Finding(rule, rule.severity, (first.device,), "", on, world_size, "", 0, said)
+
+
+class _Numbers:
+    """Gives what is compared of a record a number; 0 for what is not."""
+
+    def __init__(self) -> None:
+        self.facts: list[Facts | None] = [None]
+        self._known: dict[Facts, int] = {}
+        self._seen: dict[Facts, int] = {}
+
+    def of(self, facts: Facts | None) -> int:
+        """The number of a record."""
+        if facts is None:
+            return 0
+        number = self._seen.get(facts)
+        if number is None:
+            alike = alike_on_all_ranks(facts)
+            number = 0 if alike is None else self._known.setdefault(alike, len(self.facts))
+            if alike is not None and number == len(self.facts):
+                self.facts.append(alike)
+            self._seen[facts] = number
+        return number
+
+
+@dataclass(slots=True)
+class _Life:
+    """One rank's states where it came to rest."""
+
+    rank: RankTrace
+    numbers: _Numbers
+    rests: dict[Rest, tuple[Judged, int]] = field(default_factory=dict)  # the moment, and a number of its history
+    moved: dict[Rest, int] = field(default_factory=dict)  # runs of rows that calls had changed by then
+
+    def __post_init__(self) -> None:
+        table = self.table()
+        at = {entry.moment.index: entry for entry in judged_moments(self.rank) if entry.why in ("ends", "last")}
+        state = moved = 0
+        for moment in self.rank.moments:
+            if moment.changes or moment.key:
+                told = tuple((c.start, c.count, table[c.facts]) for c in moment.changes)
+                state = hash((0 if moment.key else state, told))
+                moved += len(told) * (moment.cause is not None)
+            if (entry := at.get(moment.index)) is not None:
+                rest = self._rest(entry)
+                self.rests[rest], self.moved[rest] = (entry, state), moved
+
+    def table(self) -> list[int]:
+        """Number in this rank's trace -> number of what is compared."""
+        return [self.numbers.of(facts) for facts in self.rank.facts]
+
+    def _rest(self, entry: Judged) -> Rest:
+        phase = self.rank.phases.get(entry.moment.phase)
+        return (-1, "") if entry.why == "last" or phase is None else (phase.ordinal, phase.name)
+
+    @property
+    def history(self) -> tuple[tuple[Rest, int], ...]:
+        """What equal ranks have in common."""
+        return tuple((rest, state) for rest, (_, state) in self.rests.items())
+
+    def states(self, wanted: Iterable[Rest]) -> Iterator[list[int]]:
+        """What is compared, row by row, at each of these rests in turn. The list is one and the same."""
+        table, moments = self.table(), iter(self.rank.moments)
+        state = [0] * len(self.rank.rows)
+        for rest in wanted:
+            until = self.rests[rest][0].moment.index
+            for moment in moments:
+                if moment.key:
+                    state[:] = [0] * len(state)
+                for change in moment.changes:
+                    state[change.start : change.start + change.count] = [table[change.facts]] * change.count
+                if moment.index == until:
+                    break
+            yield state
+
+
+def _differences(alike: list[_Life], usual: _Life, numbers: _Numbers) -> Iterator[Hit]:
+    """What sets these ranks, all of one history, apart from the usual one: a hit per rank, state and beginning."""
+    (rule,) = find_rules("DK801")
+    first = alike[0]
+    common = [rest for rest in first.rests if rest in usual.rests]
+    compared = _compared(first.rank, usual.rank)
+    began: dict[int, tuple[Rest, int, int]] = {}  # row -> since which rest, and the two numbers then
+    apart: dict[int, tuple[int, int]] = {}
+    before = (0, 0)
+    for rest, mine, theirs in zip(common, first.states(common), usual.states(common), strict=True):
+        now = first.rests[rest][1], usual.rests[rest][1]
+        if now != before and now[0] != now[1]:
+            apart = {} if mine == theirs else _apart(mine, theirs, compared)
+        elif now[0] == now[1]:
+            apart = {}
+        before = now
+        for row, pair in apart.items():
+            began.setdefault(row, (rest, *pair))
+    groups: dict[tuple[str, Rest, int, int], list[int]] = {}
+    for row, since in began.items():
+        groups.setdefault((first.rank.rows[row].kind, *since), []).append(row)
+    for (kind, rest, here_is, there_is), rows in groups.items():
+        here, there = numbers.facts[here_is], numbers.facts[there_is]
+        if here is None or kind not in rule.kinds or not rule.asks(Subject(kind, here, World(), other=there)):
+            continue
+        note = tr("beside rank {rank}: {differences}", rank=usual.rank.rank, differences=_told(here, there))
+        for life in alike:
+            judged = life.rests[rest][0]
+            origin = _origin(life.rank, rows[0], judged.moment) or _origin(usual.rank, rows[0], judged.moment)
+            lasting = not apart.keys().isdisjoint(rows)
+            yield Hit(rule, life.rank, dict.fromkeys(rows, ABSENT), origin, judged, lasting=lasting, note=note)
+
+
+def _compared(one: RankTrace, other: RankTrace) -> int:
+    """How many rows, from the first, are the same ones on both ranks."""
+    n = min(len(one.rows), len(other.rows))
+    if one.rows[n - 1] is other.rows[n - 1]:
+        return n
+    same = (a is b or a == b for a, b in zip(one.rows, other.rows, strict=False))
+    return next((row for row, equal in enumerate(same) if not equal), n)
+
+
+def _apart(mine: list[int], theirs: list[int], compared: int) -> dict[int, tuple[int, int]]:
+    pairs = enumerate(zip(mine[:compared], theirs[:compared], strict=True))
+    return {row: (a, b) for row, (a, b) in pairs if a != b and a and b}
+
+
+def _told(here: Facts, there: Facts | None) -> str:
+    """``"storage device cpu, not npu; pinned True, not None"``."""
+    if type(there) is not type(here):
+        return ""
+    parts = [(f.name.replace("_", " "), getattr(here, f.name), getattr(there, f.name)) for f in fields(here)]
+    return "; ".join(tr("{field} {here}, not {there}", field=n, here=a, there=b) for n, a, b in parts if a != b)
+
+
+def _origin(rank: RankTrace, row: int, until: Moment) -> Moment | None:
+    """The call by which the row took the facts that it has at a moment, None where no observed call did."""
+    found: Moment | None = None
+    number = ABSENT
+    for moment in rank.moments[: until.index + 1]:
+        for change in moment.changes:
+            if change.start <= row < change.start + change.count and change.facts != number:
+                found, number = moment, change.facts
+    return found if found is not None and found.cause is not None else None
