@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 
 def load_model_to_device(model: nn.Module, device: str) -> None:
@@ -40,3 +43,68 @@ def forward_pass(bench: Any) -> torch.Tensor:
 
 def clip(bench: Any) -> None:
     nn.utils.clip_grad_norm_(list(bench.model.parameters()), 1.0)
+
+
+# ---- code that leaves every device as it should be
+
+
+def cast_through_data(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def exchange_the_local_tensors(model: nn.Module, factor: float) -> None:
+    for parameter in model.parameters():
+        local = parameter._local_tensor  # type: ignore[attr-defined]
+        parameter._local_tensor = (local * factor).to(local.device)  # type: ignore[attr-defined]
+
+
+def put_into_the_slot(module: nn.Module, factor: float) -> None:
+    module.weight = nn.Parameter(module.weight.detach() * factor)  # type: ignore[operator, union-attr]
+
+
+def share_with_workers(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter._local_tensor.share_memory_()  # type: ignore[attr-defined]
+
+
+def move_the_states_underneath(optimizer: torch.optim.Optimizer, device: str) -> None:
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, DTensor):
+                value._local_tensor = value._local_tensor.to(device)
+
+
+class FactoryOptimizer(torch.optim.Optimizer):
+    """Momentum whose state is built from the shard alone, as low-bit optimizers once built theirs."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if "m" not in state:
+                shard = torch.zeros_like(parameter.to_local())
+                state["m"] = DTensor.from_local(shard, parameter.device_mesh, parameter.placements)
+            state["m"].add_(parameter.grad)
+            parameter.add_(state["m"], alpha=-0.01)
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def load_by_assignment(model: nn.Module, state: dict[str, Any]) -> None:
+    model.load_state_dict(state, assign=True)
+
+
+def wrap(model: nn.Module, parts: list[nn.Module], mesh: DeviceMesh) -> None:
+    for part in (*parts, model):
+        fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    buffers_to_device(model, "npu")
+
+
+def freeze(module: nn.Module) -> None:
+    module.requires_grad_(False)

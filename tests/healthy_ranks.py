@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -122,7 +123,8 @@ def root_left_gathered(watch: Watch) -> None:
 
 @scenario(ranks=2)
 def one_visible_device(watch: Watch) -> None:
-    """Every rank says index 0, as under Ray."""
+    """Every rank says index 0, as under Ray, which shows each worker one device of its own."""
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = str(dist.get_rank())
     torch.npu.set_device(0)  # type: ignore[attr-defined]
     bench = build(DECODER, "pinned")
     watch.begin(bench.model, bench.optimizer)

@@ -36,6 +36,8 @@ def describe(detail: str, run: str | None = None, job: Mapping[str, Any] | None 
         device_index=internals.accelerator_index(device),
         device_name="simulated accelerator" if simulated else "",
         device_memory=internals.accelerator_memory(device),
+        device_uuid=internals.accelerator_uuid(device),
+        visible_devices=_visible_devices(),
         simulated=simulated,
         backends=internals.group_backends(),
         detail=detail,
@@ -44,6 +46,18 @@ def describe(detail: str, run: str | None = None, job: Mapping[str, Any] | None 
         job=dict(job or {}),
         diagkit=__version__,
     )
+
+
+#: What narrows down a process's devices, and what a container's.
+_VISIBLE = (
+    ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
+    ("NVIDIA_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES"),
+)
+
+
+def _visible_devices() -> str:
+    chosen, around = (next(filter(None, map(os.environ.get, names)), "") for names in _VISIBLE)
+    return f"{chosen};{around}" if around else chosen
 
 
 def _own_run_id(world: int) -> str:

@@ -72,11 +72,18 @@ def accelerator_index(device: str) -> int | None:
 
 def accelerator_memory(device: str) -> int:
     """MiB of memory that the current device has, 0 where it does not say or asking would initialise it."""
+    return int(getattr(_properties(device), "total_memory", 0)) >> 20
+
+
+def accelerator_uuid(device: str) -> str:
+    """What the current device is known by whatever a process may see, "" as for `accelerator_memory`."""
+    return str(getattr(_properties(device), "uuid", ""))
+
+
+def _properties(device: str) -> Any | None:
     index = accelerator_index(device)
-    if index is None:
-        return 0
-    properties = getattr(getattr(torch, device), "get_device_properties", None)
-    return 0 if properties is None else int(getattr(properties(index), "total_memory", 0)) >> 20
+    read = None if index is None else getattr(getattr(torch, device), "get_device_properties", None)
+    return None if read is None else read(index)
 
 
 # ---- DTensor
@@ -204,6 +211,13 @@ def all_fsdp_modules() -> list[nn.Module]:
     return [] if known is None else [m for m in list(known) if fsdp_state(m) is not None]
 
 
+def all_sharded_parameters() -> Iterator[torch.Tensor]:
+    """Every parameter that FSDP2 manages in this process, in its sharded form."""
+    for module in all_fsdp_modules():
+        for group in state_groups(fsdp_state(module)):
+            yield from (p.sharded_param for p in group_params(group) if hasattr(p, "sharded_param"))
+
+
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``(name, module)`` of the root and all in it, in the order of its method of that name, which a class may have
     replaced by one that raises or hides something."""
@@ -259,6 +273,12 @@ def param_slots(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
     """Every module slot that holds this parameter, the first one first (more than one: tied)."""
     info = fsdp_param._module_info
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def is_plain(record: Any) -> bool:
+    """Whether both handles on a parameter's bytes are plain tensors, and no subclass with ways of its own (float8)."""
+    handles = (local_tensor(record.sharded_param), getattr(record, "_sharded_param_data", None))
+    return all(type(handle) is torch.Tensor for handle in handles)
 
 
 def sharded() -> Any | None:

@@ -76,10 +76,11 @@ class Residency:
     aliased: bool | None = None  # flat bytes and local tensor share one storage
     registered: bool | None = None  # the module's slot holds the very parameter that FSDP2 gathers and trains
     sharded_state: str | None = None  # "sharded", "sharded_post_forward", "unsharded"
+    roomy: bool = False  # the storage behind the shard is at least twice as large as the shard with its padding
     # Only where it is so:
-    shares: str | None = (
-        None  # "tie": same storage as an earlier row; "parameter": an export or gradient on its parameter's storage
-    )
+    # "tie": same storage as an earlier row; "apart": FSDP2 ties it to an earlier row, and its slot holds another;
+    # "parameter": an export or gradient on its parameter's storage
+    shares: str | None = None
     unreadable: str | None = None
 
     tag: ClassVar[str] = "tensor"
@@ -132,6 +133,7 @@ class OptimizerFacts:
     parameters: int = 0
     dead: int = 0  # in param_groups, but not a live parameter of any watched model
     missing: int = 0  # live, wants gradients, in no param_group of this optimizer
+    orphans: int = 0  # of the dead: as many as have the shape of a sharded parameter that no watched optimizer trains
     fused: bool = False
     foreach: bool | None = None
     capturable: bool = False
@@ -318,8 +320,10 @@ class Header:
     device: str = "cpu"  # type of the accelerator, "cpu" where there is none
     device_index: int | None = None
     device_name: str = ""
-    simulated: bool = False
     device_memory: int = 0  # of the accelerator, in MiB; 0 where that is not known
+    device_uuid: str = ""  # of the device with that index, "" where it does not say
+    visible_devices: str = ""  # which devices the process may see: "4,5", then of which container's, "4,5;0-7"
+    simulated: bool = False
     backends: str = ""  # of the default process group
     detail: str = "transitions"
     argv: tuple[str, ...] = ()
