@@ -17,11 +17,18 @@ import torch
 import torch.distributed as dist
 
 from diagkit.capture import Recorder, start
-from diagkit.demo.experiments import Experiment, checkpoint_kind
+from diagkit.demo.experiments import Experiment, checkpoint_folder, checkpoint_kind
 from diagkit.lab.engines import ENGINES, GUARDS, EngineConfig, FSDPEngine, build_engine, revision
 from diagkit.lab.models import DecoderConfig, source_weights
 
-__all__ = ["MODEL", "checkpoint_folder", "config_of", "run_cell", "run_preparation"]
+__all__ = [
+    "MODEL",
+    "config_of",
+    "raised",
+    "run_cell",
+    "run_preparation",
+    "watch_when_built",
+]
 
 MODEL = DecoderConfig()
 
@@ -36,11 +43,6 @@ def config_of(flags: str, device: str) -> EngineConfig:
         optimizer_offload=manual,
         pin_memory=device != "cpu",
     )
-
-
-def checkpoint_folder(out: Path, cell: Experiment) -> Path:
-    """Where the checkpoint is that a load cell reads."""
-    return out / "checkpoints" / f"{cell.engine}_{checkpoint_kind(cell.flags)}"
 
 
 def trace_folder(out: Path, cell: Experiment) -> Path:
@@ -80,14 +82,14 @@ def run_cell(
     checkpoint = checkpoint or checkpoint_folder(out, cell)
     recorder = start(None, out=trace_folder(out, cell), run=run, job={"experiment": cell.name}, overwrite=True)
     with recorder.phase("init", "initialize"):
-        _watch_when_built(engine, recorder)
+        watch_when_built(engine, recorder)
         engine.initialize()
     recorder.watch(engine=engine)
     try:
         saved = out / "saved" / cell.slug if cell.operation == "save" else checkpoint
         _operate(engine, cell.operation, saved, recorder, told)
     except Exception as error:
-        told["exception"] = _told(error)
+        told["exception"] = raised(error)
         if cell.operation == "train":
             with contextlib.suppress(Exception), recorder.phase("train", "retry"):
                 told["retry"] = _retry(engine)
@@ -106,7 +108,7 @@ def _engine(cell: Experiment, device: str) -> FSDPEngine:
     return ENGINES[cell.engine](config_of(cell.flags, device), code, device)
 
 
-def _watch_when_built(engine: FSDPEngine, recorder: Recorder) -> None:
+def watch_when_built(engine: FSDPEngine, recorder: Recorder) -> None:
     """Take model and optimizer into the recording as soon as they exist, from outside.
 
     The FSDP engine's module is there before its weights: its load splits every parameter for a moment, which belongs
@@ -182,9 +184,10 @@ def _retry(engine: FSDPEngine) -> dict[str, str] | None:
         with engine.train_mode():
             engine.train_batch()
     except Exception as error:
-        return _told(error)
+        return raised(error)
     return None
 
 
-def _told(error: BaseException | None) -> dict[str, str] | None:
-    return None if error is None else {"type": type(error).__name__, "message": " ".join(str(error).split())}
+def raised(error: BaseException) -> dict[str, str]:
+    """An exception as JSON, its message on one line."""
+    return {"type": type(error).__name__, "message": " ".join(str(error).split())}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = [
     "ENGINES",
@@ -15,6 +16,7 @@ __all__ = [
     "OPERATIONS",
     "REVISIONS",
     "Experiment",
+    "checkpoint_folder",
     "checkpoint_kind",
     "group_names",
     "matrix",
@@ -76,6 +78,11 @@ class Experiment:
 def checkpoint_kind(flags: str) -> str:
     """The flags of the engine that writes the checkpoint for a load with these flags: both owners read the policy's."""
     return "policy" if flags == "both" else flags
+
+
+def checkpoint_folder(out: Path, cell: Experiment) -> Path:
+    """Where the checkpoint is that a load cell reads."""
+    return out / "checkpoints" / f"{cell.engine}_{checkpoint_kind(cell.flags)}"
 
 
 def group_names(device: str) -> tuple[str, str]:

@@ -18,7 +18,8 @@ from typing import Any
 
 from diagkit.demo.evidence import Evidence, evidence
 from diagkit.demo.expected import FAILURES, Expectation, expected
-from diagkit.demo.experiments import Experiment, checkpoint_kind
+from diagkit.demo.experiments import Experiment, checkpoint_folder, checkpoint_kind
+from diagkit.demo.scenario import Life, Scenario, merged
 from diagkit.diagnosis import diagnose
 from diagkit.errors import EngineError, TraceError
 from diagkit.trace import open_trace
@@ -183,7 +184,7 @@ class Launcher:
         if cell.operation == "load":
             self._prepare(cell)
         started = time.monotonic()
-        answer = self._job(cell, prepare=False)
+        answer = self._job("cell", cell.slug, cell.group, cell=asdict(cell))
         records = [
             record or {"outcome": "no answer", "exception": {"type": "", "message": _ended(status, self.timeout)}}
             for record, status in zip(answer["records"], answer["exits"], strict=True)
@@ -197,10 +198,47 @@ class Launcher:
             records=[{"exported": None, "values": None, "retry": None, **record} for record in records],
             pids=answer["pids"],
             seconds=round(time.monotonic() - started, 3),
-            trace=str(self.out / "cells" / cell.slug),
+            trace=str(self.folder(cell.slug)),
             torch=(int(major), int(minor)),
-            **_evidence(self.out / "cells" / cell.slug, cell.operation),
+            **_evidence(self.folder(cell.slug), cell.operation),
         )
+
+    def run_life(self, scenario: Scenario, name: str) -> Life:
+        """Run a scenario; its trace goes to the folder that :meth:`folder` gives for this name, and is there to be read
+        while it runs.
+
+        Raises:
+            EngineError: the warm process ended, or was stopped.
+        """
+        started = time.monotonic()
+        writer = scenario.writer(self.device)
+        if "load" in scenario.steps:
+            self._prepare(writer)
+        answer = self._job(
+            "life",
+            name,
+            scenario.group(self.device),
+            scenario=asdict(scenario),
+            checkpoint=str(checkpoint_folder(self.out.resolve(), writer)),
+        )
+        return Life(
+            scenario=scenario,
+            ranks=self.ranks,
+            device=self.device,
+            simulated=self.simulated,
+            torch=self.torch,
+            steps=merged(scenario, answer["records"]),
+            trace=str(self.folder(name)),
+            seconds=round(time.monotonic() - started, 3),
+        )
+
+    def folder(self, name: str) -> Path:
+        """Where the ranks of a job of this name leave their traces and logs."""
+        return self.out / "cells" / name
+
+    def stop(self) -> None:
+        """End the warm process and every rank with it, from any thread; whoever waits for a result gets an error."""
+        self._process.kill()
 
     def _prepare(self, cell: Experiment) -> None:
         key = (cell.engine, checkpoint_kind(cell.flags))
@@ -209,21 +247,22 @@ class Launcher:
         # With a CPU backend, whatever the cell has: the FSDP engine cannot train without one.
         group = cell.group if "," in cell.group or self.device == "cpu" else f"cpu:gloo,{self.device}:{cell.group}"
         writer = Experiment(cell.engine, "current", "train", key[1], group)
-        answer = self._job(writer, prepare=True)
+        answer = self._job("preparation", f"prepare_{writer.slug}", group, cell=asdict(writer))
         failed = [record for record in answer["records"] if record is None or record["outcome"] != "ok"]
         if failed:
             told = (failed[0] or {}).get("exception", {}).get("message", "no answer")
             raise EngineError("the checkpoint to load could not be written", found=told, where=writer.name)
         self._prepared.add(key)
 
-    def _job(self, cell: Experiment, prepare: bool) -> dict[str, Any]:
+    def _job(self, task: str, slug: str, group: str, **what: Any) -> dict[str, Any]:
         job = {
-            "cell": asdict(cell),
-            "slug": f"{'prepare_' if prepare else ''}{cell.slug}",
+            "task": task,
+            "slug": slug,
+            "group": group,
             "ranks": self.ranks,
             "out": str(self.out.resolve()),
             "timeout": self.timeout,
-            "prepare": prepare,
+            **what,
         }
         assert self._process.stdin is not None
         try:

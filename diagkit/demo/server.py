@@ -40,7 +40,7 @@ def warm_up(wanted: str, ranks: int) -> dict[str, Any]:
     import torch
     import torch._dynamo  # FSDP2 imports it at its first use, in every rank of every cell: most of a second each
 
-    import diagkit.demo.cell  # noqa: F401  # loads the engines, FSDP2, DTensor and the checkpoint functions
+    import diagkit.demo.life  # noqa: F401  # loads the engines, FSDP2, DTensor and the checkpoint functions
 
     torch.set_num_threads(1)
     device = _choose(wanted, ranks)
@@ -138,17 +138,11 @@ def _rank(job: dict[str, Any], rank: int, device: str, folder: str, write: int) 
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(target, 1)
         os.dup2(target, 2)
-        from diagkit.demo import cell as cells
-        from diagkit.demo.experiments import Experiment
+        from diagkit.demo.cell import start_rank
 
         try:
-            experiment = Experiment(**job["cell"])
-            cells.start_rank(rank, job["ranks"], experiment.group, device, f"{folder}/rendezvous")
-            out = Path(job["out"])
-            if job["prepare"]:
-                record = cells.run_preparation(experiment, out, device)
-            else:
-                record = cells.run_cell(experiment, out, device, run=Path(folder).name)
+            start_rank(rank, job["ranks"], job["group"], device, f"{folder}/rendezvous")
+            record = _TASKS[job["task"]](job, device, Path(folder).name)
         except BaseException as error:
             traceback.print_exc()
             record = {"outcome": "broken", "exception": {"type": type(error).__name__, "message": str(error)}}
@@ -158,6 +152,31 @@ def _rank(job: dict[str, Any], rank: int, device: str, folder: str, write: int) 
         # No destructors: tearing a process group down after a failure can wait for a rank that is gone.
         sys.stderr.flush()
         os._exit(0)
+
+
+def _cell(job: dict[str, Any], device: str, run: str) -> dict[str, Any]:
+    from diagkit.demo.cell import run_cell
+    from diagkit.demo.experiments import Experiment
+
+    return run_cell(Experiment(**job["cell"]), Path(job["out"]), device, run=run)
+
+
+def _preparation(job: dict[str, Any], device: str, run: str) -> dict[str, Any]:
+    from diagkit.demo.cell import run_preparation
+    from diagkit.demo.experiments import Experiment
+
+    return run_preparation(Experiment(**job["cell"]), Path(job["out"]), device)
+
+
+def _life(job: dict[str, Any], device: str, run: str) -> dict[str, Any]:
+    from diagkit.demo.life import run_life
+    from diagkit.demo.scenario import Scenario
+
+    return run_life(Scenario(**job["scenario"]), _folder(job), Path(job["checkpoint"]), device, run)
+
+
+_TASKS = {"cell": _cell, "preparation": _preparation, "life": _life}
+"""What a rank can be asked to do; each gets the job, the device and the run's id, and returns a record."""
 
 
 def _gather(pipes: dict[int, int], seconds: float) -> list[str]:
