@@ -108,3 +108,15 @@ def wrap(model: nn.Module, parts: list[nn.Module], mesh: DeviceMesh) -> None:
 
 def freeze(module: nn.Module) -> None:
     module.requires_grad_(False)
+
+
+def train(bench: Any) -> None:
+    bench.optimizer.zero_grad()
+    loss = bench.loss()
+    loss.backward()
+    bench.optimizer.step()
+
+
+def evaluate(bench: Any) -> None:
+    with torch.no_grad():
+        bench.loss()

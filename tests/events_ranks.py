@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -17,10 +18,15 @@ import culprits
 import torch
 import torch.distributed as dist
 from diagnosis_ranks import Lab
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 
 import diagkit as dk
-from diagkit.demo.predictions.bench import DECODER, build
+from diagkit.demo.predictions.bench import DECODER, Bench, buffers_to, build
 from diagkit.demo.predictions.forked import fork_ranks, warm_up
+from diagkit.demo.predictions.models import Decoder
 
 Scenario = Callable[[Lab], None]
 SCENARIOS: dict[str, tuple[Scenario, int, str]] = {}
@@ -127,6 +133,100 @@ def dk803_set_in_time(lab: Lab) -> None:
         rec.watch(bench.model, bench.optimizer)
         with rec.phase("train"):
             bench.train()
+
+
+# ---- detail "full"
+
+
+@scenario(ranks=2)
+def full_step(lab: Lab) -> None:
+    """Two steps of training and an evaluation, at both details."""
+    bench = build(DECODER, "pinned")
+    with contextlib.ExitStack() as stack:
+        recorders = [
+            stack.enter_context(dk.record(bench.model, bench.optimizer, out=lab.folder / detail, detail=detail))
+            for detail in ("full", "transitions")
+        ]
+        for name in ("train", "train", "eval"):
+            with contextlib.ExitStack() as phases:
+                for recorder in recorders:
+                    phases.enter_context(recorder.phase(name))
+                culprits.train(bench) if name == "train" else culprits.evaluate(bench)
+
+
+@scenario()
+def full_failing_backward(lab: Lab) -> None:
+    bench = build(DECODER, "pinned")
+    bench.train()
+    with dk.record(bench.model, bench.optimizer, out=lab.folder, detail="full") as rec:
+        hidden = bench.model.get_submodule("layers.0").register_full_backward_hook(_raises)
+        lab.fails(rec, "train", lambda: culprits.train(bench))
+        hidden.remove()
+
+
+def _raises(*_: Any) -> None:
+    raise ValueError("a hook of the user's own")
+
+
+@scenario(ranks=2)
+def full_hsdp(lab: Lab) -> None:
+    """Replicated over two ranks, each alone in its shard group."""
+    mesh = init_device_mesh("npu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    _lives(lab, _bench(mesh, CPUOffloadPolicy()), _bench(mesh, CPUOffloadPolicy()))
+
+
+@scenario(ranks=2)
+def full_checkpointing(lab: Lab) -> None:
+    """Every layer's forward runs again in backward."""
+    mesh = init_device_mesh("npu", (2,))
+    _lives(lab, *(_bench(mesh, CPUOffloadPolicy(), checkpointed=True) for _ in range(2)))
+
+
+@scenario(ranks=2)
+def full_fsdp1(lab: Lab) -> None:
+    _lives(lab, _fsdp1(), _fsdp1())
+
+
+def _bench(mesh: DeviceMesh, policy: CPUOffloadPolicy, checkpointed: bool = False) -> Bench:
+    torch.manual_seed(0)
+    model = Decoder()
+    for n, layer in enumerate(model.layers):
+        if checkpointed:
+            model.layers[n] = layer = checkpoint_wrapper(layer)
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    buffers_to(model, "npu")
+    return Bench(model, torch.optim.AdamW(model.parameters(), lr=0.01), DECODER, "npu")
+
+
+def _fsdp1() -> Bench:
+    torch.manual_seed(0)
+    with torch.device("npu"):
+        inner = Decoder()
+    model = FullyShardedDataParallel(inner, device_id=torch.device("npu", dist.get_rank()), use_orig_params=True)
+    return Bench(model, torch.optim.AdamW(model.parameters(), lr=0.01), DECODER, "npu")
+
+
+def _lives(lab: Lab, bench: Bench, like: Bench) -> None:
+    """Trains both alike, one of them recorded in full."""
+    with dk.record(bench.model, bench.optimizer, out=lab.folder, detail="full") as rec:
+        losses = []
+        for _ in range(3):
+            with rec.phase("train"):
+                losses.append(float(bench.loss().detach()))
+                culprits.train(bench)
+        with rec.phase("save"):
+            bench.model.state_dict()
+    alone = []
+    for _ in range(3):
+        alone.append(float(like.loss().detach()))
+        culprits.train(like)
+    lab.answer["same"] = losses == alone and all(
+        torch.equal(a.to_local() if isinstance(a, DTensor) else a, b.to_local() if isinstance(b, DTensor) else b)
+        for a, b in zip(bench.model.parameters(), like.model.parameters(), strict=True)
+    )
+    lab.answer["learnt"] = losses[0] != losses[-1]
+    lab.answer["live"] = list(dk.inspect(bench.model, bench.optimizer).findings.codes)
 
 
 def run(folder: Path, only: str = "") -> dict[str, list[dict[str, Any] | None]]:

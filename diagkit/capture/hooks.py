@@ -60,10 +60,14 @@ class Call:
             yield call
             call = call.outer
 
-    def note(self, name: str, told: tuple[Listener, ...] = ()) -> None:
+    def note(self, inner: Operation, told: tuple[Listener, ...] = ()) -> None:
         """Notes an observed call inside this one, here and in the calls around; a module's call of the same method of
-        its children is no other call. Who is ``told`` of it otherwise finds it noted nowhere."""
+        its children is no other call. Who is ``told`` of it otherwise finds it noted nowhere, and so do all where one
+        of them is not to hear of it."""
+        name = inner.name
         for call in (self, *self.around()):
+            if inner.full and not all(listener.full for listener in call.told):
+                continue
             new = name in call.nested or len(call.nested) < 16
             if new and name not in (call.operation.name, call.inside) and not set(call.told) <= set(told):
                 call.nested[name] = call.nested.get(name, 0) + 1
@@ -259,14 +263,14 @@ def _begin(operation: Operation, args: tuple[Any, ...], outer: Call | None) -> C
     if outer is not None:
         busy = outer.heard(operation)
         if len(busy) >= len(_listeners):
-            outer.note(operation.name)
+            outer.note(operation)
             return None
     call = Call(operation, args[0] if args else None, outer=outer)
     call.told = tuple(
         listener for listener in _listeners if listener not in busy and tell(listener, "wants", operation, call.subject)
     )
     if outer is not None:
-        outer.note(operation.name, call.told)
+        outer.note(operation, call.told)
     if not call.told:
         return None
     if len(sys.modules) != _modules:
