@@ -122,10 +122,10 @@ class _Paper:
         if operation in _GATHERS and self.bytes_on == "cpu":
             # All that decides is whether CPU bytes find a backend; measured in the healthy state alone.
             state = Facets(policy="pinned", lazy_init="done", optimizer="home", ranks=state.ranks)
-        if operation not in _PASSES:
-            state = replace(state, backward="idle")  # whom an aborted backward pass concerns
-        # Without a policy a model was measured after training only; its moves are the same before.
-        found = predict(state, self.torch) or predict(replace(state, lazy_init="done"), self.torch)
+        found = predict(state, self.torch)
+        if operation not in _PASSES:  # what lazy initialisation and an aborted backward pass are nothing to
+            settled = replace(state, backward="idle", lazy_init="done")
+            found = found or predict(settled, self.torch)
         if found is None:
             raise _Unknown
         self.sources.append(found.label or f"measured on torch {found.torch}")
