@@ -7,21 +7,29 @@ A scenario has a phase per step; "remedy" does what the rule's text says, and "a
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import culprits
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import diagkit as dk
 from diagkit.capture import Recorder
-from diagkit.demo.predictions.bench import DECODER, STRAIGHT, Bench, build
+from diagkit.demo.predictions.bench import DECODER, STRAIGHT, Bench, Kind, build
 from diagkit.demo.predictions.forked import fork_ranks, warm_up
 from diagkit.demo.predictions.models import Decoder
+from diagkit.torch_internals import torch_version
 
 SCENARIOS: dict[str, tuple[Callable[[Lab], None], int, str]] = {}
 
@@ -82,6 +90,22 @@ def _losses(bench: Bench) -> list[float]:
         bench.model.state_dict()
         out.append(float(loss))
     return out
+
+
+def _trained(policy: str = "pinned", kind: Kind = DECODER) -> Bench:
+    """After one step, without gradients."""
+    bench = build(kind, policy)
+    bench.train()
+    bench.optimizer.zero_grad()
+    return bench
+
+
+def _loss(bench: Bench) -> float:
+    """The loss of one forward pass, after which everything is sharded again."""
+    with torch.no_grad():
+        loss = float(bench.loss())
+    bench.model.reshard()  # type: ignore[operator]
+    return loss
 
 
 def _mend(bench: Bench) -> None:
@@ -199,6 +223,311 @@ def dk104(lab: Lab) -> None:
             fresh.model.scale.copy_(Decoder().scale)  # type: ignore[operator, union-attr]
             culprits.buffers_to_device(fresh.model, "npu")
         lab.cured(rec, fresh, source)
+
+
+@scenario(ranks=2)
+def dk105(lab: Lab) -> None:
+    bench, like = _trained(), _trained()
+    with lab.recorded(bench) as rec:
+        with rec.phase("cast"):
+            culprits.cast_through_data(bench.model, torch.bfloat16)
+        lab.look("live", bench)
+        lab.answer["forward unchanged"] = _loss(bench) == _loss(like)
+        lab.answer["saved as"] = str(bench.model.state_dict()["head.weight"].dtype)
+        lab.fails(rec, "train", bench.train)
+        with rec.phase("remedy"):
+            bench.model.float()
+            bench.model.zero_grad()
+        lab.cured(rec, bench, like)
+
+
+@scenario(ranks=2)
+def dk201(lab: Lab) -> None:
+    _exchanged(lab, "pinned")
+
+
+@scenario(ranks=2)
+def dk201_without_policy(lab: Lab) -> None:
+    _exchanged(lab, "none")
+
+
+def _exchanged(lab: Lab, policy: str) -> None:
+    bench, like = _trained(policy), _trained(policy)
+    with lab.recorded(bench) as rec:
+        before = _loss(bench)
+        with rec.phase("offloader"):
+            culprits.exchange_the_local_tensors(bench.model, 1.0)
+        lab.look("live", bench)
+        with rec.phase("train"):
+            bench.train()
+        lab.answer["loss stands still"] = _loss(bench) == before
+        like.train()
+        lab.answer["loss should be"] = _loss(like) - before
+        for b in (bench, like):
+            b.optimizer.zero_grad()
+        with rec.phase("remedy"):
+            bench.model._apply(torch.clone)
+        lab.cured(rec, bench, like)
+
+
+@scenario(ranks=2)
+def dk201_slot(lab: Lab) -> None:
+    """Another parameter is put into a module's slot."""
+    bench = _trained()
+    head = bench.model.get_submodule("head")
+    with lab.recorded(bench) as rec:
+        before, mine = _loss(bench), head.weight
+        with rec.phase("surgery"):
+            culprits.put_into_the_slot(head, 0.0)
+        lab.look("live", bench)
+        lab.answer["forward unchanged"] = _loss(bench) == before
+        lab.answer["put back"] = head.weight is mine
+
+
+@scenario(ranks=2)
+def dk201_before_the_first_forward(lab: Lab) -> None:
+    """Lazy init takes exchanged tensors over: no hazard yet."""
+    bench, like = build(DECODER, "pinned"), build(DECODER, "pinned")
+    with lab.recorded(bench) as rec:
+        with rec.phase("offloader"):
+            culprits.exchange_the_local_tensors(bench.model, 1.0)
+        lab.look("live", bench)
+        lab.cured(rec, bench, like)
+
+
+@scenario(ranks=2)
+def dk202(lab: Lab) -> None:
+    """The optimizer is built before `fully_shard`."""
+    torch.manual_seed(0)
+    model = Decoder()
+    bench = Bench(model, torch.optim.AdamW(model.parameters(), lr=0.01), DECODER, "npu")
+    mesh = init_device_mesh("npu", (dist.get_world_size(),))
+    with lab.recorded(bench) as rec:
+        with rec.phase("init"):
+            culprits.wrap(model, DECODER.parts(model), mesh)
+        lab.look("live", bench)
+        before = _loss(bench)
+        with rec.phase("train"):
+            bench.train()
+            bench.train()
+        lab.answer["loss stands still"] = _loss(bench) == before
+        lab.answer["states"] = len(bench.optimizer.state)
+    _anew(lab, bench, build(DECODER, "pinned"))
+
+
+@scenario(ranks=2)
+def dk202_assigned(lab: Lab) -> None:
+    """A load by assignment puts new parameters into the modules."""
+    bench = _trained()
+    state = {name: value.clone() for name, value in bench.model.state_dict().items()}
+    with lab.recorded(bench) as rec:
+        with rec.phase("load"):
+            culprits.load_by_assignment(bench.model, state)
+        lab.look("live", bench)
+        before = _loss(bench)
+        with rec.phase("train"):
+            bench.train()
+        lab.answer["loss stands still"] = _loss(bench) == before
+
+
+@scenario(ranks=2)
+def dk202_gathered(lab: Lab) -> None:
+    """The optimizer is built while the root's parameters are gathered, after an evaluation."""
+    bench = build(DECODER, "pinned")
+    with torch.no_grad():
+        bench.loss()
+    bench.optimizer = torch.optim.AdamW(bench.model.parameters(), lr=0.01)
+    with lab.recorded(bench) as rec:
+        with rec.phase("train"):
+            bench.train()
+        lab.look("live", bench)
+        lab.answer["without gradient"] = sum(p.grad is None for p in bench.optimizer.param_groups[0]["params"])
+
+
+def _anew(lab: Lab, bench: Bench, like: Bench) -> None:
+    """The remedy of a dead optimizer."""
+    bench.model.zero_grad()
+    bench.optimizer = torch.optim.AdamW(bench.model.parameters(), lr=0.01)
+    with dk.record(bench.model, bench.optimizer, out=lab.folder / "remedy") as rec:
+        lab.cured(rec, bench, like)
+
+
+class _Tied(Decoder):
+    """Embedding and head are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tie()
+
+    def tie(self) -> None:
+        self.head.weight = self.embed.weight
+
+
+TIED = replace(DECODER, make=_Tied)
+
+
+@scenario(ranks=2)
+def dk203(lab: Lab) -> None:
+    """A checkpoint with both names, loaded by assignment."""
+    bench, like = build(TIED, "pinned"), build(TIED, "pinned")
+    state = {name: value.clone() for name, value in bench.model.state_dict().items()}
+    state["head.weight"].zero_()
+    embed, head = bench.model.get_submodule("embed"), bench.model.get_submodule("head")
+    with lab.recorded(bench) as rec:
+        with rec.phase("load"):
+            culprits.load_by_assignment(bench.model, state)
+        lab.look("live", bench)
+        lab.answer["apart"] = head.weight is not embed.weight
+        lab.answer["loaded is lost"] = _loss(bench) == _loss(like) and head.weight is embed.weight
+    fresh = build(TIED, "pinned")
+    del state["head.weight"]
+    with dk.record(fresh.model, fresh.optimizer, out=lab.folder / "remedy") as rec:
+        with rec.phase("load"):
+            fresh.model.load_state_dict(state, strict=False)
+        lab.cured(rec, fresh, like)
+
+
+@scenario(ranks=2)
+def dk203_materialised(lab: Lab) -> None:
+    """`to_empty` before wrapping gives each slot memory of its own."""
+    with torch.device("meta"):
+        model = _Tied()
+    bench = Bench(model, torch.optim.AdamW(model.parameters(), lr=0.01), TIED, "npu")
+    mesh = init_device_mesh("npu", (dist.get_world_size(),))
+    with dk.record(model, out=lab.folder) as rec, rec.phase("init"):
+        model.to_empty(device="cpu")
+        model.load_state_dict(_Tied().state_dict(), strict=False)
+        model.scale.copy_(Decoder().scale)
+        culprits.wrap(model, DECODER.parts(model), mesh)
+    bench.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    bench.train()
+    head, embed = (model.get_submodule(name).weight for name in ("head", "embed"))
+    lab.answer["trained apart"] = not torch.equal(head.to_local(), embed.to_local())
+
+
+@scenario(ranks=2)
+def dk203_wrapped_apart(lab: Lab) -> None:
+    """Two FSDP groups for one parameter."""
+    model = _Tied()
+    bench = Bench(model, torch.optim.AdamW(model.parameters(), lr=0.01), TIED, "npu")
+    mesh = init_device_mesh("npu", (dist.get_world_size(),))
+    with dk.record(model, out=lab.folder) as rec:
+        with rec.phase("init"):
+            culprits.wrap(model, [model.embed, model.head, *DECODER.parts(model)], mesh)
+        lab.answer["apart"] = model.head.weight is not model.embed.weight
+        if torch_version() >= (2, 13):
+            lab.fails(rec, "train", lambda: culprits.forward_pass(bench))
+
+
+@scenario(ranks=2)
+def dk303(lab: Lab) -> None:
+    _split_states(lab, "none", "cpu")
+
+
+@scenario(ranks=2)
+def dk303_under_the_policy(lab: Lab) -> None:
+    _split_states(lab, "pinned", "npu")
+
+
+def _split_states(lab: Lab, policy: str, device: str) -> None:
+    bench, like = _trained(policy), _trained(policy)
+    with lab.recorded(bench) as rec:
+        culprits.move_the_states_underneath(bench.optimizer, device)
+        lab.look("live", bench)
+        lab.answer["saved"] = len(bench.optimizer.state_dict()["state"])
+        bench.loss().backward()
+        lab.fails(rec, "train", lambda: culprits.step(bench.optimizer))
+    for b in (bench, like):
+        b.optimizer.zero_grad()
+    # A step that failed half-way has counted and decayed what it reached: only the states are mended.
+    with dk.record(bench.model, bench.optimizer, out=lab.folder / "remedy") as rec:
+        with rec.phase("remedy"):
+            for state in bench.optimizer.state.values():
+                state.update({name: value.clone().to(value.device) for name, value in state.items()})
+        lab.cured(rec, bench)
+
+
+@scenario(ranks=2)
+def dk401(lab: Lab) -> None:
+    """Uneven shards: the global shape is wrong."""
+    _factory(lab)
+
+
+@scenario()
+def dk401_one_rank(lab: Lab) -> None:
+    """Nothing is uneven: the device is wrong."""
+    _factory(lab)
+
+
+def _factory(lab: Lab) -> None:
+    bench = build(DECODER, "pinned")
+    bench.optimizer = culprits.FactoryOptimizer(bench.model.parameters())
+    bench.loss().backward()
+    with lab.recorded(bench) as rec:
+        lab.fails(rec, "train", lambda: culprits.step(bench.optimizer))
+        lab.look("live", bench)
+        with rec.phase("remedy"):
+            bench.optimizer.state.clear()
+            for parameter in bench.optimizer.param_groups[0]["params"]:
+                bench.optimizer.state[parameter]["m"] = torch.zeros_like(parameter)
+        lab.cured(rec, bench)
+
+
+@scenario(ranks=2)
+def dk701(lab: Lab) -> None:
+    bench, like = _trained(), _trained()
+    with lab.recorded(bench) as rec:
+        with rec.phase("workers"):
+            culprits.share_with_workers(bench.model)
+        lab.look("live", bench)
+        lab.answer["pinned"] = [p._local_tensor.is_pinned() for p in bench.model.parameters()]
+        for b in (bench, like):
+            b.train()
+            b.optimizer.zero_grad()
+        lab.answer["loss unchanged"] = _loss(bench) == _loss(like)
+    with dk.record(bench.model, bench.optimizer, out=lab.folder / "remedy") as rec:
+        with rec.phase("remedy"):
+            bench.model._apply(torch.clone)
+        lab.answer["pinned again"] = [p._local_tensor.is_pinned() for p in bench.model.parameters()]
+        lab.cured(rec, bench, like)
+
+
+@scenario(ranks=2)
+def dk701_mended_wrongly(lab: Lab) -> None:
+    """The way back to the CPU pins one handle alone."""
+    bench = _trained()
+    with lab.recorded(bench) as rec:
+        culprits.share_with_workers(bench.model)
+        with rec.phase("mend"):
+            _mend(bench)
+        before = _loss(bench)
+        with rec.phase("train"):
+            bench.train()
+        lab.answer["loss stands still"] = _loss(bench) == before
+
+
+@scenario(ranks=2)
+def dk702(lab: Lab) -> None:
+    """Two matrices of 64 x 64, so that shards are even; each rank cuts its half out of the whole."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to("npu")
+    mesh = init_device_mesh("npu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    held = torch.npu.memory_allocated()  # type: ignore[attr-defined]
+    state = {
+        name: DTensor.from_local(torch.ones(64, 64, device="npu").chunk(2)[lab.rank], mesh, value.placements)
+        for name, value in model.state_dict().items()
+    }
+    with dk.record(model, out=lab.folder) as rec:
+        with rec.phase("load"):
+            culprits.load_by_assignment(model, state)
+        del state
+        lab.answer["live"] = list(dk.inspect(model).findings.codes)
+        lab.answer["held"] = torch.npu.memory_allocated() / held  # type: ignore[attr-defined]
+        with rec.phase("remedy"):
+            model._apply(torch.clone)
+            gc.collect()
+        lab.answer["cured"] = torch.npu.memory_allocated() == held  # type: ignore[attr-defined]
+        lab.answer["after"] = list(dk.inspect(model).findings.codes)
 
 
 @scenario(ranks=2)

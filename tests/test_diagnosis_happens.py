@@ -97,10 +97,41 @@ CASES = [
     ),
     Expected("dk103b", "DK103b", "move_one_child", CHILD, "move", "silent", also=("DK302",)),
     Expected("dk104", "DK104", None, [*ALL, "scale"], "load", "now", text="meta device", also=("DK601",)),
+    Expected("dk105", "DK105", None, ALL, "cast", "now", text="gradient with dtype", also=("DK604",)),
+    Expected("dk201", "DK201", None, ALL, "offloader", "silent"),
+    Expected("dk201_without_policy", "DK201", None, ALL, "offloader", "silent"),
+    Expected("dk201_slot", "DK201", None, ["head.weight"], "surgery", "silent"),
+    Expected("dk202", "DK202", None, ["AdamW"], "init", "silent"),
+    Expected("dk202_assigned", "DK202", "load_by_assignment", ["AdamW"], "load", "silent"),
+    Expected("dk202_gathered", "DK202", None, ["AdamW"], "train", "silent"),
+    Expected("dk203", "DK203", "load_by_assignment", ["head.weight"], "load", "silent", also=("DK202",)),
+    Expected("dk203_materialised", "DK203", None, ["head.weight"], "init", "silent"),
+    Expected(
+        "dk203_wrapped_apart",
+        "DK203",
+        None,
+        ["head.weight"],
+        "init",
+        "silent",
+        also=("DK601",) if torch_version() >= (2, 13) else (),
+    ),
     Expected("dk301", "DK101", "load_model_to_device", ALL, "move", "later", also=("DK301",)),
     Expected("dk301_fails", "DK101", "load_model_to_device", ALL, "move", "now", text="same device", also=("DK301",)),
     Expected("dk302", "DK302", "restore_optimizer", MOMENTS, "load", "now"),
     Expected("dk302_fails", "DK302", "restore_optimizer", MOMENTS, "load", "now", text="same device"),
+    Expected("dk303", "DK303", None, MOMENTS, "train", "now", text="same device"),
+    Expected("dk303_under_the_policy", "DK303", None, MOMENTS, "train", "now", text="same device"),
+    Expected("dk401", "DK401", "step", ["embed.weight [m]"], "train", "now", text="Sharding propagation failed"),
+    Expected(
+        "dk401_one_rank",
+        "DK401",
+        "step",
+        ["embed.weight [m]"],
+        "train",
+        "now",
+        ranks=(0,),
+        text="same device",
+    ),
     Expected(
         "dk402",
         "DK402",
@@ -122,6 +153,9 @@ CASES = [
         text="" if torch_version() >= (2, 13) else "got mixed torch.Tensor and DTensor",
     ),
     Expected("dk603", "DK603", None, ["VeOmniEngine"], "train", "now", text="materialized", also=("DK101", "DK601")),
+    Expected("dk701", "DK701", None, ALL, "", "slow"),
+    Expected("dk701_mended_wrongly", "DK701", "offload_model_to_cpu", ALL, "mend", "slow", also=("DK201",)),
+    Expected("dk702", "DK702", "load_by_assignment", ["0.weight", "1.weight"], "load", "memory"),
     Expected("dk901", "DK101", None, VEOMNI, "save", "now", text="Attempted to set", also=("DK901",)),
 ]
 
@@ -162,7 +196,7 @@ def test_two_owners_and_the_flag_are_told_before_anything_failed(ran: Ran) -> No
 def test_a_live_look_says_what_the_trace_says(ran: Ran) -> None:
     for case in CASES:
         for answer in ran.answers[case.scenario]:
-            if "live" in answer and case.code != "DK402" and case.scenario != "dk601":
+            if "live" in answer and case.code not in ("DK401", "DK402") and case.scenario != "dk601":
                 assert set(answer["live"]) <= {case.code, *case.also}, case
                 assert case.code in answer["live"] or case.scenario == "dk901", case
 
@@ -182,6 +216,64 @@ def test_an_aborted_backward_starves_the_optimizer_until_it_is_mended(ran: Ran) 
             assert answer["gradients"] == 0  # of fourteen, after a backward pass that seemed to work
         else:
             assert "got mixed torch.Tensor and DTensor" in answer["train failed"]
+
+
+def test_a_lost_cast_is_seen_by_backward_alone(ran: Ran) -> None:
+    for answer in ran.answers["dk105"]:
+        assert answer["forward unchanged"] and answer["saved as"] == "torch.float32"
+        assert "gradient with dtype 'float' to a tensor with" in answer["train failed"]
+
+
+@pytest.mark.parametrize(
+    "scenario", ["dk201", "dk201_without_policy", "dk202", "dk202_assigned", "dk701_mended_wrongly"]
+)
+def test_the_optimizer_steps_and_the_loss_stands_still(ran: Ran, scenario: str) -> None:
+    for answer in ran.answers[scenario]:
+        assert answer["loss stands still"] is True
+    assert all(answer["loss should be"] < 0 for answer in ran.answers["dk201"])
+    assert all(answer["states"] == 0 for answer in ran.answers["dk202"])
+
+
+def test_what_is_put_into_a_slot_is_thrown_away(ran: Ran) -> None:
+    for answer in ran.answers["dk201_slot"]:
+        assert answer["forward unchanged"] and answer["put back"]
+    evidence = ran.findings("dk201_slot")[0].evidence
+    assert any("the module's slot holds another tensor" in line for line in evidence)
+
+
+def test_before_the_first_forward_nothing_is_lost(ran: Ran) -> None:
+    assert not ran.findings("dk201_before_the_first_forward")
+    for answer in ran.answers["dk201_before_the_first_forward"]:
+        assert answer["live"] == [] and answer["cured"]
+
+
+def test_an_optimizer_built_while_the_root_is_gathered_trains_a_part(ran: Ran) -> None:
+    for answer in ran.answers["dk202_gathered"]:
+        assert answer["without gradient"] == 2
+    assert any("2 of its 14 parameters" in line for line in ran.findings("dk202_gathered")[0].evidence)
+
+
+def test_a_tie_that_came_apart_loses_what_was_loaded_or_trains_two(ran: Ran) -> None:
+    for answer in ran.answers["dk203"]:
+        assert answer["apart"] and answer["loaded is lost"]
+    assert all(answer["trained apart"] for answer in ran.answers["dk203_materialised"])
+    for answer in ran.answers["dk203_wrapped_apart"]:
+        assert answer["apart"]
+        assert torch_version() < (2, 13) or "shared with a parameter already managed" in answer["train failed"]
+
+
+def test_split_states_can_be_saved_and_not_stepped(ran: Ran) -> None:
+    for answer in [*ran.answers["dk303"], *ran.answers["dk303_under_the_policy"]]:
+        assert answer["saved"] == 14 and "same device" in answer["train failed"] and answer["cured"]
+
+
+def test_memory_that_is_not_pinned_trains_right_and_is_pinned_again(ran: Ran) -> None:
+    for answer in ran.answers["dk701"]:
+        assert not any(answer["pinned"]) and answer["loss unchanged"] and all(answer["pinned again"])
+
+
+def test_a_shard_that_keeps_the_whole_holds_its_memory(ran: Ran) -> None:
+    assert [answer["held"] for answer in ran.answers["dk702"]] == [2.0, 2.0]
 
 
 def test_both_backends_leave_nothing_to_find(ran: Ran) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from diagkit import torch_internals as internals
 from diagkit.capture.facts import OptimizerWatch, nowhere
-from diagkit.capture.residency import NO_STORAGE, Key, read, read_managed
+from diagkit.capture.residency import NO_STORAGE, SHAPE_AGREES, Key, read, read_managed
 
 #: Key and storage of a tensor that is not there.
 GONE: tuple[None, int] = (None, NO_STORAGE)
@@ -66,7 +66,10 @@ class Slot:
             return ((*key, "tie"), storage) if self.tie else (key, storage)
         if self.tie:
             if record.sharded_state is self.sharded and held is not record.sharded_param:
-                return GONE if held is None else read(held)  # the tie came apart
+                if held is None:
+                    return GONE
+                key, storage = read(held)
+                return (*key, "apart"), storage
             key, storage = read_managed(record.sharded_param, record, held, self.sharded, known, storage)
             return (*key, "tie"), storage
         return read_managed(record.sharded_param, record, held, self.sharded, known, storage)
@@ -139,7 +142,13 @@ class State:
         value = self.tensor()
         if value is None:
             return GONE
-        return read(value, None if known is not None else _like(self.slot.tensor(), value), known, storage)
+        if known is not None:
+            return read(value, None, known, storage)
+        parameter = self.slot.tensor()
+        key, storage = read(value, _like(parameter, value), known, storage)
+        if _misbuilt(parameter, value):  # its layout promises what it has, and is the wrong one
+            key = (*key[:SHAPE_AGREES], False, *key[SHAPE_AGREES + 1 :])
+        return key, storage
 
 
 class Handed:
@@ -161,6 +170,15 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
     except Exception:
         return None
     return shape if all(type(n) is int for n in shape) else None  # turning a symbolic size into a number binds it
+
+
+def _misbuilt(parameter: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Whether a DTensor has its parameter's local shape and another global one: built from an uneven shard alone."""
+    mine = None if parameter is None else internals.local_tensor(parameter)
+    its = internals.local_tensor(other)
+    if parameter is None or mine is None or its is None or mine.shape != its.shape or not its.shape:
+        return False
+    return shape_of(parameter) != shape_of(other)
 
 
 def _like(parameter: torch.Tensor | None, other: torch.Tensor) -> torch.Size | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -107,6 +108,7 @@ class OptimizerWatch:
 
     optimizer: weakref.ref[torch.optim.Optimizer]
     live: Callable[[], Iterable[Iterable[torch.Tensor]]]  # the parameters of the watched models, model by model
+    trained: Callable[[], set[int]]  # ids of the parameters that any watched optimizer holds
     known: int = -1  # entries of its state when rows were last made
     _slot: Any = None  # the slot asked for last, and its state: parts of one parameter are read one after another
     _state: Any = None
@@ -136,7 +138,7 @@ class OptimizerWatch:
             return None
         listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
         live = [[(id(p), p.requires_grad) for p in model] for model in self.live()]
-        if self._facts is not None and (listed, live) == self._seen:
+        if self._facts is not None and not self._facts.dead and (listed, live) == self._seen:
             return self._facts
         held = set(listed)
         alive: set[int] = set()
@@ -147,19 +149,34 @@ class OptimizerWatch:
             trainable = {p for p, wants_grad in model if wants_grad}
             (others if held.isdisjoint(here) else its).update(trainable)
             alive |= here
+        dead = held - alive
         options = optimizer.defaults
         foreach = options.get("foreach")
         self._seen = listed, live
         self._facts = OptimizerFacts(
             type=type(optimizer).__name__,
             parameters=len(held),
-            dead=len(held - alive),
+            dead=len(dead),
             missing=len((others if held.isdisjoint(alive) else its) - held),
+            orphans=self._orphans(optimizer, dead) if dead else 0,
             fused=bool(options.get("fused")),
             foreach=foreach if isinstance(foreach, bool) else None,
             capturable=bool(options.get("capturable")),
         )
         return self._facts
+
+    def _orphans(self, optimizer: torch.optim.Optimizer, dead: set[int]) -> int:
+        """How many of the dead stand for a sharded parameter that nobody trains: of its shape, and of no model."""
+        sharded = {id(p) for p in internals.all_sharded_parameters()}
+        taken = sharded & self.trained()
+        waiting = Counter(
+            tuple(p.shape)
+            for model in self.live()
+            for p in model
+            if p.requires_grad and id(p) in sharded and id(p) not in taken
+        )
+        lost = {id(p): tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) in dead}
+        return sum((waiting & Counter(shape for p, shape in lost.items() if p not in sharded)).values())
 
 
 class EngineWatch:

@@ -40,7 +40,7 @@ from diagkit.trace.schema import (
 
 #: Kinds of row read at each occasion.
 EVERYTHING = frozenset((PARAMETER, BUFFER, GRADIENT, OPTIMIZER_STATE, EXPORT, GROUP, OPTIMIZER, ENGINE))
-MODEL = frozenset((PARAMETER, BUFFER, GRADIENT, GROUP))
+MODEL = frozenset((PARAMETER, BUFFER, GRADIENT, GROUP, OPTIMIZER))
 STATES = frozenset((OPTIMIZER_STATE, OPTIMIZER))
 
 
@@ -79,8 +79,9 @@ class Inventory:
         """Watches an optimizer and its state; a second time is harmless."""
         if any(watch.optimizer() is optimizer for watch in self._optimizers):
             return
-        watch = OptimizerWatch(weakref.ref(optimizer), self.live_parameters)
+        watch = OptimizerWatch(weakref.ref(optimizer), self.live_parameters, self.trained)
         self._optimizers.append(watch)
+        self.readings.forget_glances()  # what another optimizer seems to have lost this one may train
         n = len(self._optimizers)
         name, part = type(optimizer).__name__, "" if n == 1 else str(n)
         self.readings.add([(Row(0, OPTIMIZER, self._trained_by(optimizer), name, part=part), watch)])
@@ -126,6 +127,11 @@ class Inventory:
     def live_parameters(self) -> Iterator[Iterator[torch.Tensor]]:
         """Model by model, the trained parameter of every slot, ties once."""
         return (self._live(model.label) for model in self.models)
+
+    def trained(self) -> set[int]:
+        """Ids of the parameters that any watched optimizer holds."""
+        held = (optimizer for watch in self._optimizers if (optimizer := watch.optimizer()) is not None)
+        return {id(p) for optimizer in held for group in optimizer.param_groups for p in group["params"]}
 
     def _live(self, label: str) -> Iterator[torch.Tensor]:
         listed = (self.readings.entries[row] for row in self.readings.of(PARAMETER, label))

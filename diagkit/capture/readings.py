@@ -183,7 +183,7 @@ class Readings:
             return ABSENT
         number = self._known.get(key)
         if number is None:
-            tie = isinstance(key[-1], str) and key[-1] in ("tie", "parameter")
+            tie = isinstance(key[-1], str) and key[-1] in ("tie", "apart", "parameter")
             number = self._known[key] = self._number(decode(key[:-1], key[-1]) if tie else decode(key))
         return number
 

@@ -24,6 +24,8 @@ from diagkit.trace.schema import Residency
 Key = tuple[Any, ...]
 #: Identity of a tensor that has no storage to name.
 NO_STORAGE = 0
+#: Where a key says whether the local shape is the promised one.
+SHAPE_AGREES = 7
 
 _CPU = torch.device("cpu")
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -10,6 +10,7 @@ import bisect
 from dataclasses import dataclass, field, replace
 
 from diagkit.diagnosis.moments import Judged, is_look, judged_moments
+from diagkit.diagnosis.past import PASTS, Pasts
 from diagkit.diagnosis.rule import Rule, Subject, World, all_rules
 from diagkit.diagnosis.signatures import said
 from diagkit.trace import RankTrace
@@ -28,7 +29,6 @@ from diagkit.trace.schema import (
     OptimizerFacts,
     Residency,
     Row,
-    device_type,
 )
 
 
@@ -116,11 +116,11 @@ class Judge:
                 for rule in self._rules
                 if kind in rule.kinds
                 and any(
-                    rule.asks(Subject(kind, facts, world, part, group, owner, rested))
+                    rule.asks(Subject(kind, facts, world, part, group, owner, past))
                     for group in groups
                     for owner in (owners if kind not in (PARAMETER, BUFFER, GROUP, ENGINE) else [None])
                     for part in ("", "step")
-                    for rested in (None, world.accelerator, "cpu")
+                    for past in PASTS
                 )
             )
             self._suspects[key] = found
@@ -139,7 +139,7 @@ class _Run:
         count = len(trace.rows)
         self.facts: list[int] = [ABSENT] * count
         self.since: list[int] = [-1] * count  # moment at which the row took the facts that it has
-        self.rested: dict[int, str] = {}  # buffer row -> where its bytes first rested
+        self.pasts = Pasts(trace)
         self.found: dict[tuple[str, int], Hit] = {}
         self.open: dict[str, dict[int, tuple[str, int]]] = {}  # code -> row -> key of its hit, at the last rest
         self.world = World()
@@ -186,6 +186,7 @@ class _Run:
 
     def _replay(self, moment: Moment) -> None:
         facts, since = self.facts, self.since
+        self.pasts.note(moment, facts)
         before = facts.copy() if moment.key else facts
         if moment.key:
             facts[:] = [ABSENT] * len(facts)
@@ -240,7 +241,7 @@ class _Run:
             self.open.update(held)
         elif entry.resting:
             self.open = held
-            self._note_rest()
+            self.pasts.rest(self.facts)
 
     def _keys(self, rule: Rule, rows: list[int], entry: Judged) -> dict[int, tuple[str, int]]:
         """Which hit each row belongs to: the one that it was part of, else one per moment at which it began."""
@@ -266,7 +267,7 @@ class _Run:
                 continue
             facts = self.facts[first:end]
             # Where all groups are alike, equal facts get equal answers.
-            alike = kind == PARAMETER and self.layout.rooted and len(groups) <= 1
+            alike = kind == PARAMETER and self.layout.rooted and len(groups) <= 1 and not self.pasts.of_parameters
             for number in set(facts):
                 rules = self._doubts(kind, number) if number != ABSENT else ()
                 rows = [first + i for i, its in enumerate(facts) if its == number] if rules else []
@@ -294,8 +295,8 @@ class _Run:
         group = self._group(owner)
         group_number = ABSENT if group is None else self.facts[group]
         owner_number = self.facts[row.of] if row.of is not None else ABSENT
-        rested = self.rested.get(number)
-        key = (rule.code, row.kind, row.part, self.facts[number], group_number, owner_number, rested, calm)
+        past = self.pasts.of(number)
+        key = (rule.code, row.kind, row.part, self.facts[number], group_number, owner_number, past, calm)
         answer = self.cache.get(key)
         if answer is None:
             facts = self.trace.facts[self.facts[number]]
@@ -309,7 +310,7 @@ class _Run:
                 row.part.rpartition(":")[2],
                 group_facts if isinstance(group_facts, GroupFacts) else None,
                 owner_facts if isinstance(owner_facts, Residency) else None,
-                rested,
+                past,
             )
             answer = self.cache[key] = rule.asks(subject)
         return answer
@@ -367,12 +368,3 @@ class _Run:
                     seen.add((segments[at][0], change.facts))
                     at += 1
         return {(kind, number) for kind, number in seen if number != ABSENT}
-
-    def _note_rest(self) -> None:
-        for kind, first, end in self.layout.segments:
-            if kind != BUFFER:
-                continue
-            for row in range(first, end):
-                facts = self.trace.facts[self.facts[row]]
-                if isinstance(facts, Residency) and row not in self.rested and facts.metadata_device != "meta":
-                    self.rested[row] = device_type(facts.storage_device) or ""

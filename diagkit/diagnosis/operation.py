@@ -66,8 +66,10 @@ LIKELY: dict[str, dict[str, tuple[str, ...]]] = {
     "meta": {"": ("DK104",)},
     "mixed": {"": ("DK604",)},
     # Of all texts the one with most causes: who raised it decides. Elsewhere it is somebody's own mix-up.
+    "grad_dtype": {"": ("DK105",)},
+    "sharding": {"optimizer.step": ("DK401",), "": ()},
     "same_device": {
-        "optimizer.step": ("DK301", "DK302", "DK102", "DK103b", "DK103a"),
+        "optimizer.step": ("DK301", "DK302", "DK303", "DK401", "DK102", "DK103b", "DK103a"),
         "clip_grad_norm_": ("DK301",),
         "forward": ("DK501",),
         "backward": ("DK301", "DK501"),

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from diagkit.diagnosis.past import NOTHING, Past
 from diagkit.language import tr
 from diagkit.trace.schema import (
     EngineFacts,
@@ -69,7 +70,7 @@ class Subject:
     part: str = ""
     group: GroupFacts | None = None  # the FSDP group that a parameter, or its gradient or state, belongs to
     owner: Residency | None = None  # the parameter that a gradient, state or export belongs to
-    rested: str | None = None  # where this row's bytes were when it first came to rest, as a device type
+    past: Past = NOTHING
 
     @property
     def tensor(self) -> Residency:

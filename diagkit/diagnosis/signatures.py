@@ -16,6 +16,8 @@ SIGNATURES: dict[str, re.Pattern[str]] = {
         "set_storage": r"attempted to set the storage of a tensor on device \S+ to a storage on different device",
         "materialized": r"FSDP parameters should be materialized on CPU when enabling CPU offloading",
         "grad_device": r"attempting to assign a gradient with device type",
+        "grad_dtype": r"attempting to assign a gradient with dtype",
+        "sharding": r"sharding propagation failed",
         "same_device": r"expected all tensors to be on the same device|found at least two devices",
         "swap": r"couldn'?t swap",
         "no_backend": r"no backend type associated with device type",

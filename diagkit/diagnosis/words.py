@@ -72,6 +72,8 @@ def evidence(hit: Hit, failure: Failure | None) -> Iterator[str]:
         yield f"{noun}: {_group(facts)}"
     elif isinstance(facts, EngineFacts):
         yield _engine(facts, hit.rank)
+    elif isinstance(facts, OptimizerFacts):
+        yield _optimizer(facts)
     if (policy := _policy(hit)) and not isinstance(facts, GroupFacts):
         yield policy
     if hit.origin is not None and hit.origin.index != 0:
@@ -94,7 +96,28 @@ def _tensor(facts: Residency) -> str:
     text = tr(_bytes_in(facts), metadata=facts.metadata_device, storage=facts.storage_device)
     if facts.aliased is False and not facts.empty:
         text += tr("; all-gather reads other bytes, on {device}", device=facts.flat_device)
+    if facts.registered is False:
+        text += tr("; the module's slot holds another tensor than the one that FSDP2 gathers")
+    if facts.shares == "apart":
+        text += tr("; FSDP2 takes it for tied to an earlier parameter, and the slot holds another tensor")
+    if facts.storage_dtype and facts.dtype != facts.storage_dtype:
+        text += tr("; the wrapper says {claimed}, the bytes are {held}", claimed=facts.dtype, held=facts.storage_dtype)
+    if not facts.shape_agrees:
+        text += tr("; its shape is not the one that its layout needs")
+    if facts.roomy:
+        text += tr("; the storage behind the shard is at least twice as large as the shard")
     return text
+
+
+def _optimizer(facts: OptimizerFacts) -> str:
+    return tr(
+        "{optimizer}: {dead} of its {parameters} parameters belong to no module, and {orphans} parameters of the model "
+        "with their shapes are in no optimizer",
+        optimizer=facts.type,
+        dead=facts.dead,
+        parameters=facts.parameters,
+        orphans=facts.orphans,
+    )
 
 
 def _bytes_in(facts: Residency) -> str:
@@ -231,7 +254,7 @@ def idle_optimizers(rank: RankTrace) -> Iterator[str]:
         return
     state = rank.state(rank.moments[-1])
     for facts in (rank.facts[number] for number in dict.fromkeys(state.facts)):
-        if isinstance(facts, OptimizerFacts) and facts.dead == facts.parameters > 0:
+        if isinstance(facts, OptimizerFacts) and facts.dead == facts.parameters > 0 == facts.orphans:
             yield trn(
                 "none of the {optimizer}'s {count} parameters belongs to this model: "
                 "training does not reach it; build the optimizer after fully_shard",

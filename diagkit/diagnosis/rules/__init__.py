@@ -1,5 +1,27 @@
 """The hazards, one small rule per code, grouped by family. Importing this room enters them all into the catalogue."""
 
-from diagkit.diagnosis.rules import buffers, collectives, engine, gradients, lifecycle, meta, optimizer, split
+from diagkit.diagnosis.rules import (
+    buffers,
+    collectives,
+    engine,
+    gradients,
+    lifecycle,
+    memory,
+    meta,
+    optimizer,
+    split,
+    trained,
+)
 
-__all__ = ["buffers", "collectives", "engine", "gradients", "lifecycle", "meta", "optimizer", "split"]
+__all__ = [
+    "buffers",
+    "collectives",
+    "engine",
+    "gradients",
+    "lifecycle",
+    "memory",
+    "meta",
+    "optimizer",
+    "split",
+    "trained",
+]

@@ -28,7 +28,8 @@ def buffer_left_on_cpu(it: Subject) -> bool:
 
     Severity: now, at the next forward.
     """
-    dragged = it.rested is not None and it.rested not in ("cpu", "meta") and it.world.offloads
+    rested = it.past.rested
+    dragged = rested is not None and rested not in ("cpu", "meta") and it.world.offloads
     failed = "same_device" in it.world.said
     return (
         it.bytes_at == "cpu" and it.computes_on not in (None, "cpu") and bool(it.world.groups) and (dragged or failed)

@@ -6,7 +6,7 @@ from diagkit.diagnosis.rule import Subject, rule
 from diagkit.trace.schema import GROUP, GroupFacts
 
 
-@rule("DK601", kinds=(GROUP,), severity="now", says=("param_dtype",), follows=("DK101", "DK103a", "DK104"))
+@rule("DK601", kinds=(GROUP,), severity="now", says=("param_dtype",), follows=("DK101", "DK103a", "DK104", "DK203"))
 def poisoned_lazy_init(it: Subject) -> bool:
     """Poisoned lazy init: the first forward failed half-way, and each retry fails for another reason
 
