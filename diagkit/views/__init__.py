@@ -12,12 +12,13 @@ from diagkit.errors import MissingDependency
 
 if TYPE_CHECKING:
     from diagkit.views.figure import ViewFigure
+    from diagkit.views.grid import rank_grid
     from diagkit.views.lifeline import lifeline
     from diagkit.views.maps import before_after, residency_map
     from diagkit.views.matrix import outcome_matrix
     from diagkit.views.volumes import bytes_by_device
 
-__all__ = ["ViewFigure", "before_after", "bytes_by_device", "lifeline", "outcome_matrix", "residency_map"]
+__all__ = ["ViewFigure", "before_after", "bytes_by_device", "lifeline", "outcome_matrix", "rank_grid", "residency_map"]
 
 _HOMES = {
     "ViewFigure": "figure",
@@ -25,6 +26,7 @@ _HOMES = {
     "bytes_by_device": "volumes",
     "lifeline": "lifeline",
     "outcome_matrix": "matrix",
+    "rank_grid": "grid",
     "residency_map": "maps",
 }
 
