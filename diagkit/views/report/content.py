@@ -48,7 +48,7 @@ def compose(trace: Trace, against: Trace | None = None) -> Report:
     failed = failures(trace)
     told = told_rank(trace)
     ends = fates(trace)
-    code, source = script(findings, told)
+    code, source = script(findings, trace)
     return Report(
         trace=trace,
         told=told,

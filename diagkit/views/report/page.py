@@ -29,6 +29,7 @@ from diagkit.views.report.sentences import on_ranks, public_call
 
 __all__ = ["page"]
 
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{}'; base-uri 'none'; form-action 'none'"
 #: Lines of a list that are written out.
 LIMIT = 50
 
@@ -64,8 +65,7 @@ def page(report: Report) -> str:
             names=names,
             sections=[(id, name) for id, name in names.items() if wanted.get(id, True)],
             pictures=pictures,
-            policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-            "base-uri 'none'; form-action 'none'",
+            policy=Markup(_POLICY.format(digest)),
             css=Markup(_file("page.css")),
             script=Markup(script),
             version=__version__,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from diagkit.diagnosis import Finding, Findings
 from diagkit.diagnosis.predictions.facets import facets
 from diagkit.diagnosis.signatures import said
-from diagkit.trace import RankTrace
+from diagkit.trace import RankTrace, Trace
 
 __all__ = ["script"]
 
@@ -57,8 +57,10 @@ RECIPES: dict[str, Recipe] = {
     "DK302": Recipe(
         (
             "train()",
-            "for state in optimizer.state.values():",
-            '    state.update({name: value.to(device) for name, value in state.items() if name != "step"})',
+            "model.to(device)",
+            "optimizer.load_state_dict(optimizer.state_dict())  # casts to the device that the metadata claims",
+            'model.to("cpu")',
+            _BUFFERS,
         ),
         "optimizer.step",
     ),
@@ -129,7 +131,8 @@ def train(step=True):
 def show(when):
     for name, p in model.named_parameters():
         if name.endswith("weight"):
-            print(f"{{when}}: {{name}}: metadata {{p.device}}, bytes {{p._local_tensor.untyped_storage().device}}")
+            local = getattr(p, "_local_tensor", p)  # while it is gathered a plain parameter is in its place
+            print(f"{{when}}: {{name}}: metadata {{p.device}}, bytes {{local.untyped_storage().device}}")
     print(f"{{when}}: buffers on", *{{str(buffer.device) for buffer in model.buffers()}})
 
 
@@ -142,12 +145,12 @@ for part in model:
     part.scale = torch.ones(8, device=device)"""
 
 
-def script(findings: Findings, rank: RankTrace) -> tuple[str, str]:
+def script(findings: Findings, trace: Trace) -> tuple[str, str]:
     """The code of the hazard that is reproduced, and the script; two empty texts where there is none."""
     found = next((f for f in _in_order(findings) if f.code in RECIPES), None)
     if found is None:
         return "", ""
-    recipe = RECIPES[found.code]
+    recipe, rank = RECIPES[found.code], trace[found.ranks[0]]
     failed = _failed(found, rank)
     last = OPERATIONS.get(failed, OPERATIONS[recipe.shows])
     # What has run one pass before the state arose behaves otherwise than what has not.
