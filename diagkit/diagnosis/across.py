@@ -7,6 +7,8 @@ other, as lists of numbers, where one of them changed.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 
@@ -178,8 +180,8 @@ def _compared(one: RankTrace, other: RankTrace) -> int:
 
 
 def _apart(mine: list[int], theirs: list[int], compared: int) -> dict[int, tuple[int, int]]:
-    pairs = enumerate(zip(mine[:compared], theirs[:compared], strict=True))
-    return {row: (a, b) for row, (a, b) in pairs if a != b and a and b}
+    differ = itertools.compress(range(compared), map(operator.ne, mine, theirs))
+    return {row: (mine[row], theirs[row]) for row in differ if mine[row] and theirs[row]}
 
 
 def _told(here: Facts, there: Facts | None) -> str:

@@ -9,14 +9,25 @@ trace's changes cost; the passes over all rows run inside the interpreter's own 
 from __future__ import annotations
 
 import copy
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from diagkit.trace import RankTrace
 from diagkit.trace.schema import ABSENT, GROUP, Change, Moment, Row
 
 __all__ = ["Fold", "Table", "fold"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of one kind and model that follow each other. The flags say what tells them apart beside their histories."""
+
+    rows: slice
+    parts: bool
+    groups: bool
+    owners: bool
 
 
 class Table:
@@ -28,14 +39,18 @@ class Table:
         nothing = len(rows)  # the number of no group and of no owner
         self.owners = [nothing if row.of is None else row.of for row in rows]
         self.groups = [_group_of(rows, row, groups, nothing) for row in rows]
-        # Rows before and behind a block of others stay apart: whether a parameter came late is told by its place.
-        kinds: dict[tuple[int, str], int] = {}
-        self.kinds: list[int] = []
-        block, last = 0, ("", "")
-        for row in rows:
-            if (row.kind, row.model) != last:
-                block, last = block + 1, (row.kind, row.model)
-            self.kinds.append(kinds.setdefault((block, row.part), len(kinds)))
+        self.parts = [row.part for row in rows]
+        # Blocks are never joined, not even of one kind: whether a parameter came late is told by its place.
+        self.blocks = [self._block(list(those)) for _, those in itertools.groupby(rows, lambda r: (r.kind, r.model))]
+
+    def _block(self, rows: list[Row]) -> Block:
+        those = slice(rows[0].id, rows[-1].id + 1)
+        return Block(
+            those,
+            parts=len(set(self.parts[those])) > 1,
+            groups=len(set(self.groups[those])) > 1,
+            owners=any(row.of is not None for row in rows),
+        )
 
 
 def _group_of(rows: Sequence[Row], row: Row, groups: dict[tuple[str, str], int], nothing: int) -> int:
@@ -66,23 +81,35 @@ class Fold:
 def fold(trace: RankTrace, table: Table) -> Fold:
     """The trace with one row in place of all that lived alike."""
     histories = _Histories(trace)
-    lived = [*histories.rows, -1]  # the last: of no group, of no owner
-    of = lived.__getitem__
-    keys = list(zip(table.kinds, lived[:-1], map(of, table.groups), map(of, table.owners), strict=True))
-    first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
-    standing = sorted(first.values())  # the first row of each class stands for it, in table order
-    number = {keys[row]: n for n, row in enumerate(standing)}
-    classes = list(map(number.__getitem__, keys))
+    lived = [*histories.rows, -1].__getitem__  # the last: of no group, of no owner
+    standing: list[int] = []  # the first row of each class stands for it
+    classes = ""
+    for block in table.blocks:
+        columns: list[Sequence[object]] = [histories.rows[block.rows]]
+        if block.parts:
+            columns.append(table.parts[block.rows])
+        if block.groups:
+            columns.append(list(map(lived, table.groups[block.rows])))
+        if block.owners:
+            known = dict(enumerate(classes))
+            columns.append(list(map(known.get, table.owners[block.rows])))
+        keys = columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
+        first = dict(zip(reversed(keys), range(block.rows.stop - 1, block.rows.start - 1, -1), strict=True))
+        letters = {}
+        for key in sorted(first, key=first.__getitem__):
+            letters[key] = chr(len(standing))
+            standing.append(first[key])
+        classes += "".join(map(letters.__getitem__, keys))
     new = copy.copy(trace)
     new.rows = []
     for n, at in enumerate(standing):
         row, group = table.rows[at], table.groups[at]
         # Its group is found by its name: that of the group that stands for its own, and a word that no name has.
-        name = row.name if group == len(classes) else f"{table.rows[standing[classes[group]]].name}.\0"
-        new.rows.append(replace(row, id=n, name=name, of=None if row.of is None else classes[row.of]))
-    new.moments = histories.told(lived[row] for row in standing)
+        name = row.name if group == len(classes) else f"{table.rows[standing[ord(classes[group])]].name}.\0"
+        new.rows.append(replace(row, id=n, name=name, of=None if row.of is None else ord(classes[row.of])))
+    new.moments = histories.told(map(lived, standing))
     new._last = None
-    return Fold(new, "".join(map(chr, classes)))
+    return Fold(new, classes)
 
 
 class _Histories:
@@ -97,13 +124,22 @@ class _Histories:
             self._note(moment)
 
     def _note(self, moment: Moment) -> None:
-        before = self.rows
+        before, index = self.rows, moment.index
         if moment.key:  # what a whole state does not name is gone
-            self.rows = _mapped(before, lambda old: self._grown(old, moment.index, ABSENT, False))
+            gone = {old: self._grown(old, index, ABSENT, False) for old in set(before)}
+            self.rows = list(map(gone.__getitem__, before))
         for change in moment.changes:
-            run = slice(change.start, change.start + change.count)
-            what = (moment.index, change.facts, change.exchanged)
-            self.rows[run] = _mapped(before[run], lambda old, what=what: self._grown(old, *what))  # type: ignore[misc]
+            start, facts, exchanged = change.start, change.facts, change.exchanged
+            if change.count == 1:
+                self.rows[start] = self._grown(before[start], index, facts, exchanged)
+                continue
+            run = slice(start, start + change.count)
+            olds = set(before[run])
+            if len(olds) == 1:
+                self.rows[run] = [self._grown(olds.pop(), index, facts, exchanged)] * change.count
+            else:
+                grown = {old: self._grown(old, index, facts, exchanged) for old in olds}
+                self.rows[run] = map(grown.__getitem__, before[run])
 
     def _grown(self, old: int, moment: int, facts: int, exchanged: bool) -> int:
         if facts == ABSENT and self._tree[old][2] == ABSENT:
@@ -124,11 +160,3 @@ class _Histories:
                 if facts != ABSENT or not self._trace.moments[moment].key:
                     changes.setdefault(moment, []).append(Change(row, 1, facts, exchanged))
         return [replace(m, changes=tuple(changes.get(m.index, ()))) for m in self._trace.moments]
-
-
-def _mapped(values: list[int], to: Callable[[int], int]) -> list[int]:
-    """Each value by what it becomes; equal values are asked for once."""
-    distinct = set(values)
-    if len(distinct) == 1:
-        return [to(values[0])] * len(values)
-    return list(map({value: to(value) for value in distinct}.__getitem__, values))

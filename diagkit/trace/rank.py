@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diagkit.trace.schema import ABSENT, Cause, Facts, Header, Moment, Phase, Row
+from diagkit.trace.shapes import LocalShapes
 
 PROBLEM_LIMIT = 50
 
@@ -48,7 +49,7 @@ class RankTrace:
         self.header = Header()
         self.headless = False  # its header could not be read: rank from the file's name, nothing else known
         self.rows: list[Row] = []
-        self.local_shapes: dict[int, tuple[int, ...] | None] = {}
+        self.local_shapes = LocalShapes()
         self.facts: list[Facts | None] = [None]
         self.causes: dict[int, Cause] = {}
         self.moments: list[Moment] = []

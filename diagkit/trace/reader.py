@@ -51,6 +51,7 @@ class TableCache:
     """Tables already parsed, by hash; shared between the ranks of one run."""
 
     rows: dict[bytes, list[Row]] = field(default_factory=dict)
+    whole: dict[tuple[int, ...], list[Row]] = field(default_factory=dict)  # by the identities of the tables in it
 
 
 def read_rank(lines: Iterable[bytes], path: Path | None = None, cache: TableCache | None = None) -> RankTrace:
@@ -105,11 +106,12 @@ class _Builder:
         self.cache = cache
         self.seen_header = False
         self.hash_fits = True
+        self.tables: list[int] | None = []  # identities of the cached tables; None: one of them could not be cached
 
     def line(self, line: bytes) -> int:
         known = _TABLE_HASH.search(line, 0, 400) if self.seen_header else None
         if known and (rows := self.cache.rows.get(known[1])) is not None and rows[0].id == len(self.trace.rows):
-            self.trace.rows.extend(rows)
+            self._extend(rows)
             number = re.search(rb'"seq":([0-9]{1,15})', line[:100])
             return int(number[1]) if number else 0
         event = json.loads(line)
@@ -171,6 +173,8 @@ class _Builder:
     def on_table(self, event: Mapping[str, Any]) -> None:
         rows = self.trace.rows
         base, names = values.whole(event, "base"), values.array(event, "names")
+        if 0 <= base and base + len(names) <= len(rows) and [row.name for row in rows[base : base + len(names)]] == names:
+            return  # written again, because an interrupt had kept its writer from knowing that it was there
         if base != len(rows):
             raise Malformed(f"a table that starts at row {base}, expected {len(rows)}")
         if len(rows) + len(names) > ROW_LIMIT:
@@ -199,15 +203,20 @@ class _Builder:
             for i in range(count)
         ]
         if not self.hash_fits:
+            self.tables = None
             self.trace._problem(f"the hash of the table of rows {base} to {base + count - 1} does not fit its names")
         elif new:
-            self.cache.rows.setdefault(event["hash"].encode("ascii"), new)
-        rows.extend(new)
+            new = self.cache.rows.setdefault(event["hash"].encode("ascii"), new)
+        self._extend(new)
+
+    def _extend(self, rows: list[Row]) -> None:
+        self.trace.rows.extend(rows)
+        if self.tables is not None:
+            self.tables.append(id(rows))
 
     def on_local(self, event: Mapping[str, Any]) -> None:
         base = values.whole(event, "base")
-        shapes = values.expand(event.get("shapes"), len(self.trace.rows) - base)
-        self.trace.local_shapes.update({base + i: shape for i, shape in enumerate(shapes)})
+        self.trace.local_shapes.add(base, values.shape_runs(event.get("shapes"), len(self.trace.rows) - base))
 
     def on_moment(self, event: Mapping[str, Any]) -> None:
         trace = self.trace
@@ -277,7 +286,7 @@ class _Builder:
                 phase.calls[name] = phase.calls.get(name, 0) + count
 
     def _changes(self, flat: list[Any]) -> tuple[Change, ...]:
-        if len(flat) % 4 or not all(type(n) is int and n >= 0 for n in flat):
+        if len(flat) % 4 or not set(map(type, flat)) <= {int} or (flat and min(flat) < 0):
             raise Malformed("changes that are not groups of four numbers")
         out = []
         end = 0
@@ -309,6 +318,8 @@ class _Builder:
 
     def finish(self) -> None:
         trace = self.trace
+        if self.tables is not None:  # ranks with the same tables share one list of rows
+            trace.rows = self.cache.whole.setdefault(tuple(self.tables), trace.rows)
         if trace.ended is None:
             phase = trace.last_phase
             where = f"in phase {phase.ordinal} ({phase.name})" if phase.ordinal else "outside any phase"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from array import array as packed
 from collections.abc import Mapping
 from typing import Any
 
 from diagkit.trace.schema import Cause, Failure, Frame
+from diagkit.trace.shapes import Shape, ShapeRuns
 
 # What our writer never writes plainly: control characters and halves of surrogate pairs. They are no harm in a file,
 # but would be in a terminal or an encoder.
@@ -57,21 +60,30 @@ def mapping(event: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def expand(runs: object, count: int) -> list[tuple[int, ...] | None]:
-    """The inverse of the writer's run lengths; all None where there are none."""
+def expand(runs: object, count: int) -> list[Shape | None]:
+    """The inverse of the writer's run lengths, row by row; all None where there are none."""
     if runs is None:
         return [None] * count
+    shapes, numbers, ends = shape_runs(runs, count)
+    starts = (0, *ends[:-1])
+    return [s for number, a, b in zip(numbers, starts, ends, strict=True) for s in [shapes[number]] * (b - a)]
+
+
+def shape_runs(runs: object, count: int) -> ShapeRuns:
+    """The writer's run lengths, checked: they are for at most ``count`` rows."""
     if not (isinstance(runs, list) and len(runs) == 2 and all(isinstance(part, list) for part in runs)):
         raise Malformed("shapes that are not run lengths")
-    distinct, lengths = runs
-    values = [tuple(int(n) for n in value) if isinstance(value, list) else None for value in distinct]
-    out: list[tuple[int, ...] | None] = []
-    for i in range(0, len(lengths) - 1, 2):
-        number, length = lengths[i], lengths[i + 1]
-        if type(length) is not int or not 0 <= length <= count - len(out):
-            raise Malformed("run lengths beyond the table")
-        out.extend([values[number]] * length)
-    return out
+    distinct = [tuple(int(n) for n in value) if isinstance(value, list) else None for value in runs[0]]
+    try:
+        numbers, lengths = (packed("Q", runs[1][first : len(runs[1]) // 2 * 2 : 2]) for first in (0, 1))
+        ends = packed("Q", itertools.accumulate(lengths))
+    except (TypeError, OverflowError):
+        raise Malformed("run lengths beyond the table") from None
+    if ends and ends[-1] > count:
+        raise Malformed("run lengths beyond the table")
+    if numbers and max(numbers) >= len(distinct):
+        raise Malformed(f"a shape numbered {max(numbers)}, there are {len(distinct)}")
+    return distinct, numbers, ends
 
 
 def cause(data: Any) -> Cause:
@@ -106,6 +118,7 @@ def failure(data: Mapping[str, Any]) -> Failure:
         type=clip(str(data.get("type", "")), 200),
         message=clip(str(data.get("message", "")), 4000),
         operation=clip(str(data.get("operation", "")), 500),
+        asks=clip(str(data.get("asks", "")), 500),
     )
 
 
