@@ -5,6 +5,7 @@ Rules of this module: no torch here. A cell that hangs, dies or breaks is an out
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -162,7 +163,8 @@ class Launcher:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # what it was not asked any more before it ended
+                self._process.stdin.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
