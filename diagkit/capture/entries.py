@@ -152,15 +152,19 @@ class State:
 
 
 class Handed:
-    """A tensor that was handed out and is not ours to find again: gone at the next reading."""
+    """A tensor that was handed out and is not ours to find again: what was read of it, for as long as that counts."""
 
-    __slots__ = ()
+    __slots__ = ("key", "written")
+
+    def __init__(self) -> None:
+        self.key: Key | None = None
+        self.written = False  # while somebody held it: that counts until the next export
 
     def tensor(self) -> torch.Tensor | None:
         return None
 
     def read(self, known: Key | None, storage: int) -> Reading:
-        return GONE
+        return self.key, NO_STORAGE
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:

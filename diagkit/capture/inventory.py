@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ from diagkit.trace.schema import (
 EVERYTHING = frozenset((PARAMETER, BUFFER, GRADIENT, OPTIMIZER_STATE, EXPORT, GROUP, OPTIMIZER, ENGINE))
 MODEL = frozenset((PARAMETER, BUFFER, GRADIENT, GROUP, OPTIMIZER))
 STATES = frozenset((OPTIMIZER_STATE, OPTIMIZER))
+
+#: An exported tensor: name, global shape, key, storage.
+Exported = tuple[str, Shape, Key, int]
 
 
 class Inventory:
@@ -147,18 +150,22 @@ class Inventory:
                 self._take_in(model, root)
 
     def _take_in(self, model: Model, root: nn.Module) -> None:
-        with quiet():
-            found = survey(root, model.label)
-            model.names = found.names
-            self.readings.faults += found.faults
-            self._leave_out(found, model.label)
-            there: set[tuple[str, str, str, str]] = set()
-            for block in (found.parameters, found.buffers, found.groups):
-                there.update((row.kind, row.model, row.name, row.part) for row, _ in block)
-                self.readings.add(block)
-        for key, row in self.readings.index.items():
-            if key[0] in (PARAMETER, BUFFER, GROUP) and key[1] == model.label and key not in there:
-                self.readings.entries[row].leave()
+        try:
+            with quiet():
+                found = survey(root, model.label)
+                model.names = found.names
+                self.readings.faults += found.faults
+                self._leave_out(found, model.label)
+                there: set[tuple[str, str, str, str]] = set()
+                for block in (found.parameters, found.buffers, found.groups):
+                    there.update((row.kind, row.model, row.name, row.part) for row, _ in block)
+                    self.readings.add(block)
+            for key, row in self.readings.index.items():
+                if key[0] in (PARAMETER, BUFFER, GROUP) and key[1] == model.label and key not in there:
+                    self.readings.entries[row].leave()
+        except BaseException as error:
+            self.dirty = not isinstance(error, Exception)  # an interrupt by hand: the rest is taken in next time
+            raise
 
     def _leave_out(self, found: Survey, label: str) -> None:
         self._unlisted[label] = [slot for row, slot in found.parameters if not self._wants(row.name)]
@@ -192,20 +199,37 @@ class Inventory:
         """The whole state as last read; ``exchanged``: rows whose storage was exchanged since the last moment."""
         return self.readings.state(exchanged)
 
-    def exported(self, readings: list[tuple[str, Shape, Key, int]], label: str | None = None) -> list[Change]:
-        """Makes rows for tensors that were handed out (name, global shape, key, storage); what changed by them."""
-        sheet = self.readings
-        live = sheet.storages(PARAMETER)
+    def exported(self, passed: list[Exported], label: str | None = None) -> tuple[dict[str, int], list[Change]]:
+        """Makes rows for tensors that were handed out; the rows by name, and what changed by them."""
+        readings = self.readings
+        live = readings.storages(PARAMETER)
         label = next((model.label for model in self.models if model.label == label), self._label())
-        readings = [reading for reading in readings if self._wants(reading[0])]
-        sheet.add(
-            (Row(0, EXPORT, label, name, shape=shape, of=sheet.index.get((PARAMETER, label, name, ""))), Handed())
-            for name, shape, *_ in readings
+        passed = [one for one in passed if self._wants(one[0])]
+        readings.add(
+            (Row(0, EXPORT, label, name, shape=shape, of=readings.index.get((PARAMETER, label, name, ""))), Handed())
+            for name, shape, *_ in passed
         )
+        rows = {name: readings.index[EXPORT, label, name, ""] for name, *_ in passed}
+        keys = {rows[name]: (*key, "parameter") if storage in live - {0} else key for name, _, key, storage in passed}
+        return rows, self._hand(keys)
+
+    def overwritten(self, exports: dict[int, Key]) -> list[Change]:
+        """The bytes of these exports (key by row) were written while somebody holds them; what changed by that."""
+        for row in exports:
+            self.readings.entries[row].written = True
+        return self._hand({row: (*key, "written") for row, key in exports.items()})
+
+    def let_go(self, rows: Iterable[int]) -> None:
+        """These exports are over: gone at the next reading."""
+        for row in rows:
+            if not self.readings.entries[row].written:
+                self.readings.entries[row].key = None
+
+    def _hand(self, keys: dict[int, Key]) -> list[Change]:
         changes: list[Change] = []
-        for name, _, key, storage in readings:
-            row = sheet.index[EXPORT, label, name, ""]
-            sheet.note(row, (*key, "parameter") if storage and storage in live else key, 0, changes)
+        for row, key in keys.items():
+            self.readings.entries[row].key = key
+            self.readings.note(row, key, 0, changes)
         return merge(changes)
 
     def new_states(self) -> bool:

@@ -19,6 +19,8 @@ from diagkit.capture.residency import decode, quiet
 from diagkit.trace.schema import ABSENT, GRADIENT, OPTIMIZER, PARAMETER, TENSOR_KINDS, Change, Facts, Row
 
 Shape = tuple[int, ...] | None
+#: What a key may end with: `Residency.shares`.
+SHARES = ("tie", "apart", "parameter", "written")
 
 
 class Readings:
@@ -67,16 +69,31 @@ class Readings:
             return
         base = len(self.rows)
         rows = [Row(base + i, r.kind, r.model, r.name, r.part, r.shape, r.of) for i, (r, _) in enumerate(new)]
-        for row, (_, entry) in zip(rows, new, strict=True):
-            self.index[row.kind, row.model, row.name, row.part] = row.id
-            self.entries.append(entry)
+        try:
+            self._append(rows, [entry for _, entry in new])
+        except BaseException:  # an interrupt by hand: a row is in every column or in none
+            self._cut(base)
+            raise
+        self._define_all()
+
+    def _append(self, rows: list[Row], entries: list[Any]) -> None:
+        self.index.update({(row.kind, row.model, row.name, row.part): row.id for row in rows})
+        self.entries += entries
         blank: list[tuple[list[Any], Any]] = [(self._keys, None), (self._numbers, ABSENT), (self._storages, 0)]
         for column, nothing in (*blank, (self._held, None)):
             column.extend([nothing] * len(rows))
         self.rows += rows
-        self.blocks.append((rows[0].kind, range(base, base + len(rows))))
+        self.blocks.append((rows[0].kind, range(rows[0].id, rows[0].id + len(rows))))
         self._undefined.append(rows)
-        self._define_all()
+
+    def _cut(self, base: int) -> None:
+        """Takes out what `_append` had put in of rows from this one on."""
+        for name in [name for name, row in self.index.items() if row >= base]:
+            del self.index[name]
+        for column in (self.entries, self._keys, self._numbers, self._storages, self._held, self.rows):
+            del column[base:]
+        self.blocks[:] = [block for block in self.blocks if block[1].start < base]
+        self._undefined[:] = [undefined for undefined in self._undefined if undefined[0].id < base]
 
     def _define_all(self) -> None:
         """Names new rows in the trace; those whose turn failed once are named before any other."""
@@ -183,8 +200,8 @@ class Readings:
             return ABSENT
         number = self._known.get(key)
         if number is None:
-            tie = isinstance(key[-1], str) and key[-1] in ("tie", "apart", "parameter")
-            number = self._known[key] = self._number(decode(key[:-1], key[-1]) if tie else decode(key))
+            shared = isinstance(key[-1], str) and key[-1] in SHARES
+            number = self._known[key] = self._number(decode(key[:-1], key[-1]) if shared else decode(key))
         return number
 
     def _hold(self, row: int, storage: int) -> StorageWeakRef | None:

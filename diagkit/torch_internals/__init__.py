@@ -114,6 +114,13 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+def storage_uses(address: int) -> int:
+    """How many tensors and others hold the storage at this address (which a weak reference must keep from being used
+    again); 0 where this torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else int(count(address))
+
+
 def dtensor_mesh(tensor: torch.Tensor) -> Any | None:
     """A DTensor's device mesh, None for any other tensor."""
     return getattr(getattr(tensor, "_spec", None), "mesh", None)
@@ -319,6 +326,12 @@ def lazy_init_state(state: Any) -> str:
         if params and not hasattr(params[-1], "param_dtype"):
             return "unfinished"
     return "done"
+
+
+def training_state(part: Any) -> str:
+    """Of which pass an FSDPState or FSDPParamGroup believes to be in the middle: "idle", "forward", "pre_backward" or
+    "post_backward"; a state and its groups need not agree after an exception."""
+    return enum_name(getattr(part, "_training_state", None)) or "idle"
 
 
 def backward_pending(state: Any) -> bool:

@@ -79,7 +79,8 @@ class Residency:
     roomy: bool = False  # the storage behind the shard is at least twice as large as the shard with its padding
     # Only where it is so:
     # "tie": same storage as an earlier row; "apart": FSDP2 ties it to an earlier row, and its slot holds another;
-    # "parameter": an export or gradient on its parameter's storage
+    # "parameter": an export or gradient on its parameter's storage; "written": such an export whose bytes were written
+    # while somebody held it
     shares: str | None = None
     unreadable: str | None = None
 
@@ -259,6 +260,7 @@ class Failure:
     type: str
     message: str
     operation: str  # the observed call or the phase's name
+    asks: str = ""  # a line on the way that takes a device from a parameter: "generate.py:12 sample: device = ..."
 
 
 @dataclass(frozen=True, slots=True)

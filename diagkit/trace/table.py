@@ -158,6 +158,8 @@ def _notes(facts: Residency) -> tuple[str, ...]:
         notes.append("shapes disagree")
     if facts.shares == "tie":
         notes.append("tied")
+    elif facts.shares == "written":
+        notes.append("its parameter's bytes, written since")
     elif facts.shares:
         notes.append("shares its parameter's bytes")
     return tuple(notes)

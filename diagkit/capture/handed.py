@@ -1,0 +1,108 @@
+"""Tensors that were handed out: read as they pass, kept by nobody.
+
+An export that lives on its parameter's bytes is **lent**: whoever still holds it when they are written reads other
+values than were exported. Whether somebody does is told by the number of tensors on the storage, asked of PyTorch by
+the storage's address, which a weak reference keeps from being used again: no tensor is kept, and none gets a weak
+reference, which would forbid swapping it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from diagkit import torch_internals as internals
+from diagkit.capture.entries import shape_of
+from diagkit.capture.inventory import Exported
+from diagkit.capture.ledger import Ledger
+from diagkit.capture.residency import Key, quiet, read
+from diagkit.trace.schema import CALL, PARAMETER
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """An export on its parameter's storage: how many tensors there were on it, and what was read."""
+
+    storage: StorageWeakRef
+    tensors: int
+    key: Key
+
+    @property
+    def held(self) -> bool:
+        """Whether there are as many still."""
+        return internals.storage_uses(self.storage.cdata) >= self.tensors > 0
+
+
+@dataclass(slots=True)
+class Export:
+    """One export under way: what passed since it was last told, and which rows it has."""
+
+    label: str | None
+    live: set[int]  # storages of the parameters
+    count: int = 0
+    passed: list[Exported] = field(default_factory=list)
+    lent: list[tuple[str, Lent]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+
+class Exports:
+    """All exports of a recorder."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._open: list[Export] = []
+        self._lent: dict[int, Lent] = {}  # by row
+
+    def begin(self, label: str | None) -> Export:
+        """An export of the model with this label."""
+        export = Export(label, self._ledger.inventory.readings.storages(PARAMETER))
+        self._open.append(export)
+        return export
+
+    def look(self, export: Export, pair: object) -> None:
+        """Reads what passes, if it is a (name, tensor)."""
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
+            return
+        name, tensor = str(pair[0]), pair[1]
+        with quiet():
+            key, storage = read(tensor)
+            if storage in export.live and (inner := internals.innermost(tensor)) is not None:
+                place = StorageWeakRef(inner.untyped_storage())
+                export.lent.append((name, Lent(place, internals.storage_uses(place.cdata), key)))
+        export.passed.append((name, shape_of(tensor), key, storage))
+        export.count += 1
+
+    def tell(self) -> None:
+        """Brings what has passed so far into the trace, so that a failure finds it there."""
+        for export in self._open:
+            if export.passed:
+                self._take(export)
+                self._ledger.write(CALL, f"export: {export.count} tensors so far")
+
+    def end(self, export: Export) -> None:
+        """Tells the rest; what was exported is gone at the next reading."""
+        self._open.remove(export)
+        self._take(export)
+        self._ledger.write(CALL, f"export: {export.count} tensors")
+        self._ledger.inventory.let_go(export.rows)
+
+    def _take(self, export: Export) -> None:
+        inventory = self._ledger.inventory
+        rows, changes = inventory.exported(export.passed, export.label)
+        self._ledger.take(changes)
+        export.rows += rows.values()
+        self._lent.update((rows[name], lent) for name, lent in export.lent if name in rows)
+        export.passed, export.lent = [], []
+
+    def written(self) -> bool:
+        """Parameters were written: finds the exports on their bytes that somebody still holds; whether there are."""
+        if not self._open and not self._lent:
+            return False
+        self.tell()
+        held = {row: lent.key for row, lent in self._lent.items() if lent.held}
+        self._lent.clear()
+        if held:
+            self._ledger.take(self._ledger.inventory.overwritten(held))
+        return bool(held)
