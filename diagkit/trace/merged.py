@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
     from diagkit.trace.compare import Comparison
 
+#: Called now and then with how many ranks are read, and how many there are.
+Progress = Callable[[int, int], None]
+
+#: No world is larger; what a header claims beyond that is not counted out rank by rank.
+WORLD_LIMIT = 1 << 17
 _RANK_FILE = re.compile(r"rank-([0-9]{1,9})\.jsonl")
 
 
@@ -52,7 +57,7 @@ class Trace:
     def missing_ranks(self) -> list[int]:
         """Ranks of the world that left no file, though nobody left them out."""
         left_out = self.left_out
-        return [r for r in range(min(self.world_size, 1 << 20)) if r not in self.ranks and r not in left_out]
+        return [r for r in range(min(self.world_size, WORLD_LIMIT)) if r not in self.ranks and r not in left_out]
 
     @property
     def left_out(self) -> list[int]:
@@ -61,7 +66,7 @@ class Trace:
             recorded = parse_spans(str(self.header.job["diagkit.ranks"]))
         except (KeyError, ValueError):
             return []
-        world = range(min(self.world_size, 1 << 20))
+        world = range(min(self.world_size, WORLD_LIMIT))
         return [rank for rank in world if rank not in self.ranks and not in_spans(rank, recorded)]
 
     @property
@@ -162,8 +167,10 @@ def _few(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-def open_trace(path: str | os.PathLike[str]) -> Trace:
+def open_trace(path: str | os.PathLike[str], progress: Progress | None = None) -> Trace:
     """The trace in a folder of ``rank-*.jsonl`` files, or in one such file; of a folder of runs, the latest run.
+
+    ``progress`` is told after each rank how many are read, and of how many.
 
     Raises:
         UsageError: that is no path.
@@ -193,11 +200,17 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
         ) from None
     cache = TableCache()
     found: list[RankTrace] = []
-    for file in files:
+    for done, file in enumerate(files, 1):
         try:
             trace = read_file(file, cache)
         except OSError as error:
             problems.append(f"{file.name}: {error.strerror or error}")
+            continue
+        finally:
+            if progress is not None:
+                progress(done, len(files))
+        if trace.rank >= trace.header.world_size:
+            problems.append(f"{file.name}: says that it is rank {trace.rank} of {trace.header.world_size}; left out")
             continue
         if not trace.rows and not trace.moments and not trace.header.run:
             problems.append(f"{file.name}: holds no trace")
@@ -233,7 +246,9 @@ def _rank_files(place: Path) -> tuple[list[Path], list[str]]:
         return [place], []
     if not place.is_dir():
         raise TraceError(
-            "no such file or folder", where=clip(str(place)), remedy="Name the folder that was given as out="
+            "neither a file nor a folder" if place.exists() else "no such file or folder",
+            where=clip(str(place)),
+            remedy="Name the folder that was given as out=",
         )
     files: list[Path] = []
     problems: list[str] = []

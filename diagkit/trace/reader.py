@@ -1,18 +1,19 @@
 """Reads one rank's trace, whatever state it is in.
 
 The rules: a damaged, unknown or absurd line costs that line and is told in ``problems``; nothing is trusted (types,
-ranges, numbers of rows); memory follows the file, never a number in it; only a path that holds no trace at all
-raises.
+ranges, numbers of rows); memory follows the file, never a number in it, and ends at `MEMORY`; a file is read as far as
+it went when it was opened; only a path that holds no trace at all raises.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from diagkit.trace import values
 from diagkit.trace.rank import PROBLEM_LIMIT, RankTrace, State, Transition
@@ -36,22 +37,37 @@ from diagkit.trace.writer import table_hash
 
 __all__ = ["PROBLEM_LIMIT", "Malformed", "RankTrace", "State", "TableCache", "Transition", "read_file", "read_rank"]
 
-#: No line of ours is longer; a longer one is skipped unread.
-LINE_LIMIT = 64 << 20
-#: No more rows than this in one trace.
-ROW_LIMIT = 5_000_000
+#: No line of ours is longer; a longer one is skipped unread. Parsed, a hostile line takes up to 24 times its length.
+LINE_LIMIT = 8 << 20
+#: Bytes that the records of all ranks of a run may take, roughly counted.
+MEMORY = 320 << 20
+#: The longest name that is kept whole.
+NAME_LIMIT = 1000
+#: Bytes that a row, a moment with its phase, and a change take; and a byte of any other text once it is a record.
+_ROW, _MOMENT, _CHANGE, _TEXT = 250, 1000, 100, 6
 
 _TABLE_HASH = re.compile(rb'"ev":"table",.{0,200}?"hash":"([0-9a-f]{8,64})"')
 _ON_EVERY_TABLE = ("ev", "seq", "t", "m", "ph", "hash")
 _EVENTS = ("header", "table", "local", "moment", "trouble", "standstill", "end")
 
 
+class _Full(Exception):
+    """The records take all the memory that there is for them."""
+
+
 @dataclass(slots=True)
 class TableCache:
-    """Tables already parsed, by hash; shared between the ranks of one run."""
+    """Tables already parsed, by hash, and the room that is left; shared between the ranks of one run."""
 
     rows: dict[bytes, list[Row]] = field(default_factory=dict)
+    room: int = MEMORY
     whole: dict[tuple[int, ...], list[Row]] = field(default_factory=dict)  # by the identities of the tables in it
+
+    def spend(self, size: int) -> None:
+        """Takes the size of new records off."""
+        self.room -= size
+        if self.room < 0:
+            raise _Full
 
 
 def read_rank(lines: Iterable[bytes], path: Path | None = None, cache: TableCache | None = None) -> RankTrace:
@@ -66,6 +82,9 @@ def read_rank(lines: Iterable[bytes], path: Path | None = None, cache: TableCach
             if not line.endswith(b"\n"):
                 raise Malformed("the line is not finished (the process ended while writing it, or is still writing)")
             seq = builder.line(line)
+        except _Full:
+            trace._problem(f"from line {number} on it is not read: the records fill {MEMORY >> 20} MB already")
+            break
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
             trace._problem(f"line {number}: {clip(str(error) or type(error).__name__)}; skipped")
             continue
@@ -85,15 +104,19 @@ def read_file(path: Path, cache: TableCache | None = None) -> RankTrace:
         OSError: it cannot be opened.
     """
     with path.open("rb") as file:
-        return read_rank(_bounded_lines(file), path, cache)
+        return read_rank(_bounded_lines(file, os.fstat(file.fileno()).st_size), path, cache)
 
 
-def _bounded_lines(file: Any) -> Iterator[bytes]:
-    while line := file.readline(LINE_LIMIT):
+def _bounded_lines(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """The lines of the first ``size`` bytes: a file may grow faster than it is read."""
+    while size > 0 and (line := file.readline(min(size, LINE_LIMIT))):
+        size -= len(line)
         if len(line) == LINE_LIMIT and not line.endswith(b"\n"):
-            while (rest := file.readline(LINE_LIMIT)) and not rest.endswith(b"\n"):
-                pass
-            yield b"(a line of more than 64 MiB)\n"
+            while size > 0 and (rest := file.readline(min(size, LINE_LIMIT))):
+                size -= len(rest)
+                if rest.endswith(b"\n"):
+                    break
+            yield b"(a line of more than %d MB)\n" % (LINE_LIMIT >> 20)
         else:
             yield line
 
@@ -106,6 +129,7 @@ class _Builder:
         self.cache = cache
         self.seen_header = False
         self.hash_fits = True
+        self.length = 0  # of the line
         self.tables: list[int] | None = []  # identities of the cached tables; None: one of them could not be cached
 
     def line(self, line: bytes) -> int:
@@ -114,6 +138,7 @@ class _Builder:
             self._extend(rows)
             number = re.search(rb'"seq":([0-9]{1,15})', line[:100])
             return int(number[1]) if number else 0
+        self.length = len(line)
         event = json.loads(line)
         if not isinstance(event, dict):
             raise Malformed(f"expected an object, found {type(event).__name__}")
@@ -143,14 +168,15 @@ class _Builder:
         if self.seen_header:
             raise Malformed("a second header")
         self.seen_header = True
+        self.cache.spend(_TEXT * self.length)
         known = {f.name: f for f in fields(Header)}
         taken: dict[str, Any] = {}
         for name, f in known.items():
             value = event.get(name, f.default)
             if name == "argv":
-                value = tuple(str(v) for v in value) if isinstance(value, list) else ()
+                value = tuple(clip(str(v), 1000) for v in value[:1000]) if isinstance(value, list) else ()
             elif name == "job":
-                value = value if isinstance(value, dict) else {}
+                value = values.shallow(value) if isinstance(value, dict) else {}
             elif isinstance(f.default, bool):
                 value = value is True
             elif isinstance(f.default, int):
@@ -160,9 +186,9 @@ class _Builder:
                     else f.default
                 )
             elif isinstance(f.default, str):
-                value = value if isinstance(value, str) else f.default
+                value = clip(value, 1000) if isinstance(value, str) else f.default
             else:
-                value = value if value is None or isinstance(value, int) else None
+                value = value if isinstance(value, int) and abs(value) < 1 << 31 else None
             taken[name] = value
         if taken["schema"] != SCHEMA_VERSION:
             self.trace._problem(
@@ -173,16 +199,19 @@ class _Builder:
     def on_table(self, event: Mapping[str, Any]) -> None:
         rows = self.trace.rows
         base, names = values.whole(event, "base"), values.array(event, "names")
-        if 0 <= base and base + len(names) <= len(rows) and [row.name for row in rows[base : base + len(names)]] == names:
+        if (
+            base >= 0
+            and base + len(names) <= len(rows)
+            and [row.name for row in rows[base : base + len(names)]] == names
+        ):
             return  # written again, because an interrupt had kept its writer from knowing that it was there
         if base != len(rows):
             raise Malformed(f"a table that starts at row {base}, expected {len(rows)}")
-        if len(rows) + len(names) > ROW_LIMIT:
-            raise Malformed(f"more than {ROW_LIMIT} rows")
         kind, model = event.get("kind"), event.get("model")
         if kind not in KINDS or not isinstance(model, str):
             raise Malformed(f"a table of unknown kind {clip(repr(kind))}")
         count = len(names)
+        self.cache.spend(count * _ROW + sum(map(len, map(str, names))))
         parts = values.array(event, "parts", [""] * count)
         owners = values.array(event, "of", [None] * count)
         shapes = values.expand(event.get("shapes"), count)
@@ -190,13 +219,16 @@ class _Builder:
             isinstance(n, str) for n in (*names, *parts)
         ):
             raise Malformed("a table whose columns do not fit each other")
+        if any(len(name) > NAME_LIMIT for name in names):
+            self.trace._problem(f"names of more than {NAME_LIMIT} characters are cut")
+            names = [clip(name, NAME_LIMIT) for name in names]
         new = [
             Row(
                 base + i,
                 kind,
-                model,
+                clip(model),
                 names[i],
-                parts[i],
+                clip(parts[i]),
                 shapes[i],
                 owners[i] if isinstance(owners[i], int) and 0 <= owners[i] < base else None,
             )
@@ -216,7 +248,9 @@ class _Builder:
 
     def on_local(self, event: Mapping[str, Any]) -> None:
         base = values.whole(event, "base")
-        self.trace.local_shapes.add(base, values.shape_runs(event.get("shapes"), len(self.trace.rows) - base))
+        runs = values.shape_runs(event.get("shapes"), len(self.trace.rows) - base)
+        self.cache.spend(16 * len(runs[1]) + _ROW * len(runs[0]))
+        self.trace.local_shapes.add(base, runs)
 
     def on_moment(self, event: Mapping[str, Any]) -> None:
         trace = self.trace
@@ -227,7 +261,10 @@ class _Builder:
         kind = event.get("kind")
         if kind not in MOMENT_KINDS:
             raise Malformed(f"a moment of unknown kind {clip(repr(kind))}")
-        changes = self._changes(values.array(event, "d", []))
+        flat = values.array(event, "d", [])
+        text = max(0, self.length - 8 * len(flat) // 4)
+        self.cache.spend(_MOMENT + _CHANGE * len(flat) // 4 + _TEXT * text)
+        changes = self._changes(flat)
         failure = values.failure(event["failure"]) if isinstance(event.get("failure"), dict) else None
         ordinal = values.whole(event, "ph")
         moment = Moment(
@@ -270,9 +307,9 @@ class _Builder:
             parent = info.get("parent")
             phase = Phase(
                 ordinal,
-                str(info.get("name", "?")),
+                clip(str(info.get("name", "?")), 500),
                 parent if isinstance(parent, int) and parent in phases else 0,
-                str(info.get("label", "")),
+                clip(str(info.get("label", "")), 500),
             )
             phases[ordinal] = phase
         if moment.kind == ENTER:
@@ -282,7 +319,8 @@ class _Builder:
         if moment.failure is not None and ordinal:
             phase.failed = True
         for name, count in values.mapping(event, "calls").items():
-            if isinstance(count, int):
+            if type(count) is int and 0 <= count < 1 << 53:
+                name = clip(name)
                 phase.calls[name] = phase.calls.get(name, 0) + count
 
     def _changes(self, flat: list[Any]) -> tuple[Change, ...]:

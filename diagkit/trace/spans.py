@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Iterable
 
 
 def parse_spans(text: str) -> list[tuple[int, int]]:
-    """First and last of each span.
+    """First and last of each span, ascending; spans that touch are one.
 
     Raises:
         ValueError: it is no list of ranks.
 
-    >>> parse_spans("0-3,7")
-    [(0, 3), (7, 7)]
+    >>> parse_spans("7,0-3,4")
+    [(0, 4), (7, 7)]
     """
-    found = []
+    found: list[tuple[int, int]] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
         if match is None:
@@ -24,12 +25,19 @@ def parse_spans(text: str) -> list[tuple[int, int]]:
         if last < first:
             raise ValueError("ranks such as 0-3,7, in each span the lower one first")
         found.append((first, last))
-    return found
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(found):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
+        else:
+            joined.append((first, last))
+    return joined
 
 
 def in_spans(rank: int, spans: list[tuple[int, int]]) -> bool:
-    """Whether one of the spans holds the rank."""
-    return any(first <= rank <= last for first, last in spans)
+    """Whether one of the spans, as `parse_spans` gives them, holds the rank."""
+    at = bisect.bisect_right(spans, (rank, 1 << 62)) - 1
+    return at >= 0 and rank <= spans[at][1]
 
 
 def spans_text(ranks: Iterable[int]) -> str:

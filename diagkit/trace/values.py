@@ -122,6 +122,15 @@ def failure(data: Mapping[str, Any]) -> Failure:
     )
 
 
+def shallow(value: Any, depth: int = 6) -> Any:
+    """Plain data of bounded depth; what lies deeper is left out."""
+    if isinstance(value, dict):
+        return {clip(name): shallow(inner, depth - 1) for name, inner in value.items()} if depth else "..."
+    if isinstance(value, list):
+        return [shallow(inner, depth - 1) for inner in value] if depth else "..."
+    return clip(value, 4000) if isinstance(value, str) else value
+
+
 def clip(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

@@ -44,6 +44,8 @@ __all__ = ["FileSink", "MemorySink", "NullSink", "Sink", "TraceWriter", "open_fo
 #: A whole state is written in place of a difference every so many moments, so that a damaged line costs a reader
 #: little.
 KEY_EVERY = 64
+#: Rows of one table event; a line must stay shorter than what a reader takes.
+TABLE_ROWS = 20_000
 #: Bytes of text kept of an exception's message.
 MESSAGE_LIMIT = 2000
 #: Seconds after which one write counts as slow, which is told once.
@@ -147,8 +149,11 @@ class TraceWriter:
         self, rows: Sequence[Row], local_shapes: Sequence[tuple[int, ...] | None] | None = None, phase: int = 0
     ) -> None:
         """Names rows; their ids must go on where the last table ended. All of one table share kind and model."""
-        if not rows:
-            return
+        for first in range(0, len(rows), TABLE_ROWS):
+            those = slice(first, first + TABLE_ROWS)
+            self._table(rows[those], None if local_shapes is None else local_shapes[those], phase)
+
+    def _table(self, rows: Sequence[Row], local_shapes: Sequence[tuple[int, ...] | None] | None, phase: int) -> None:
         body: dict[str, Any] = {
             "base": rows[0].id,
             "model": rows[0].model,

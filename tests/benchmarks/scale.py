@@ -134,7 +134,8 @@ def measure(folder: pathlib.Path, command: str = "diagnose") -> dict[str, float]
         took = time.perf_counter() - began
         out.seek(0)
         codes = [line.split()[0] for line in out.read().decode().splitlines() if line.startswith("DK")]
-    return {"seconds": took, "megabytes": usage.ru_maxrss / 1024, "findings": len(codes)}
+    cpu = usage.ru_utime + usage.ru_stime
+    return {"seconds": took, "cpu_seconds": cpu, "megabytes": usage.ru_maxrss / 1024, "findings": len(codes)}
 
 
 def curve() -> Iterator[dict[str, float]]:
