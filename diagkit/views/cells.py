@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diagkit.language import tr
 from diagkit.trace.schema import device_type
 from diagkit.views import palette
 from diagkit.views.scene import Dot, Line, Polygon, Rect, Scene, Text, text_width
@@ -89,16 +90,17 @@ def legend(scene: Scene, x: float, y: float, shown: Sequence[Cell], faults: bool
     pinned = next((c for c in shown if c.pinned), None)
     if pinned is not None:
         place = pinned.storage or "cpu"
-        entries.append((Cell(place, place, pinned=True), plain, "pinned"))
+        entries.append((Cell(place, place, pinned=True), plain, tr("pinned")))
     split = next((c for c in shown if c.split), None)
     if split is not None:
         pair = Cell(split.metadata, split.storage, split=True)
-        teaches = "split: upper corner = what metadata says, lower = where the bytes are"
-        entries.append((pair, Look(fault=faults), teaches if faults else f"{teaches} (in passing: no fault)"))
+        teaches = tr("split: upper corner = what metadata says, lower = where the bytes are")
+        quiet = tr("in passing: no fault")
+        entries.append((pair, Look(fault=faults), teaches if faults else f"{teaches} ({quiet})"))
         if faults and passing:
-            entries.append((pair, Look(fault=False), "in passing: no fault"))
+            entries.append((pair, Look(fault=False), quiet))
     if any(c.apart for c in shown):
-        entries.append((Cell("cpu", "cpu", apart=True), plain, "trains one tensor, gathers another"))
+        entries.append((Cell("cpu", "cpu", apart=True), plain, tr("trains one tensor, gathers another")))
     at = x
     for cell, look, text in entries:
         width = 24 + 7 + text_width(text, 11.5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diagkit.language import msg, msgn, tr, trn
 from diagkit.trace.schema import EXIT, PARAMETER, EngineFacts, Failure, GroupFacts, device_type
 from diagkit.trace.table import rank_of
 from diagkit.views.scene import clean
@@ -66,15 +67,17 @@ def judge(story: Story) -> Verdict:
     if lasting is not None:
         return _split(story, lasting, raised)
     if failure is not None:
-        where = failure.phase.name or "the run"
-        short = f"{where} fails, with metadata and bytes together"
-        title = f"{_capital(where)} fails while metadata and bytes of {_all(story)} agree"
+        where = failure.phase.name or tr("the run")
+        short = tr("{phase} fails, with metadata and bytes together", phase=where)
+        title = tr("{phase} fails while metadata and bytes of {tensors} agree", phase=where, tensors=_all(story))
+        title = _capital(title)
         return Verdict(title, raised, short, False, True)
     title, short = _healthy(story)
-    sentence = "No split and no failure."
+    sentence = tr("No split and no failure.")
     if runs:
-        where = _listed(list(dict.fromkeys(clean(columns[run.start].phase.name) or "a block" for run in runs)))
-        sentence = f"A split inside {where} lasted for a moment and healed before it ended: no fault."
+        where = _listed(list(dict.fromkeys(clean(columns[run.start].phase.name) or tr("a block") for run in runs)))
+        text = msg("A split inside {phase} lasted for a moment and healed before it ended: no fault.")
+        sentence = tr(text, phase=where)
     return Verdict(title, sentence, short, True)
 
 
@@ -88,13 +91,14 @@ def context(story: Story) -> str:
     words.append(experiment or engine or str(rank.header.job.get("engine", "")))
     revision = str(rank.header.job.get("revision", ""))
     if revision and not experiment:
-        words.append(f"revision {revision}")
+        words.append(tr("revision {revision}", revision=revision))
     group = next((facts for facts in rank.facts if isinstance(facts, GroupFacts) and facts.offload), None)
     if group is not None:
         words.append(f"{group.policy or 'CPUOffloadPolicy'}(pin_memory={group.pin_memory})")
     if rank.header.torch:
         words.append(f"torch {rank.header.torch}")
-    words.append(f"simulated {rank.header.device}" if rank.header.simulated else rank.header.device)
+    device = rank.header.device
+    words.append(tr("simulated {device}", device=device) if rank.header.simulated else device)
     words.append(rank_of(rank.rank, rank.header.world_size))
     return clean(" · ".join(word for word in words if word))
 
@@ -103,16 +107,19 @@ def _split(story: Story, run: Run, raised: str) -> Verdict:
     columns = story.every
     worst = max(columns[run.start : run.end + 1], key=lambda column: column.splits)
     first = columns[run.start]
-    phase = clean(first.phase.name) or "the run"
+    phase = clean(first.phase.name) or tr("the run")
     call = clean(first.moment.label if first.moment.cause is None else _call(first))
-    noun = _noun(story)
-    many = _all(story) if worst.splits == _number(story) else f"{worst.splits:,} {noun}"
+    many = _all(story) if worst.splits == _number(story) else trn(*_counted(story), worst.splits)
     pair = next((c for history in story.histories for c in (story.cells[n] for n in history) if c and c.split), None)
-    places = f": metadata says {pair.metadata}, the bytes are on {pair.storage}" if pair else ""
+    title = tr("In {phase}, {call} splits {tensors}", phase=phase, call=call, tensors=many)
+    if pair:
+        title += tr(
+            ": metadata says {metadata}, the bytes are on {storage}", metadata=pair.metadata, storage=pair.storage
+        )
     return Verdict(
-        f"In {phase}, {call} splits {many}{places}",
-        f"Then {raised}" if raised else _unmet(columns, run),
-        f"{phase} splits {many}",
+        title,
+        tr("Then {raised}", raised=raised) if raised else _unmet(columns, run),
+        tr("{phase} splits {tensors}", phase=phase, tensors=many),
         False,
         bool(raised),
     )
@@ -121,11 +128,12 @@ def _split(story: Story, run: Run, raised: str) -> Verdict:
 def _unmet(columns: Sequence[Column], run: Run) -> str:
     """What became of a split on which nothing has failed."""
     if run.end + 1 == len(columns):
-        return "No operation has failed on them in this trace."
+        return tr("No operation has failed on them in this trace.")
     mended = columns[run.end + 1]
     by = clean(mended.moment.label) if mended.moment.cause is None else _call(mended)
-    where = f" in {clean(mended.phase.name)}" if mended.phase.name else ""
-    return f"No operation has failed on them in this trace; {by}{where} mended them."
+    if mended.phase.name:
+        by = tr("{call} in {phase}", call=by, phase=clean(mended.phase.name))
+    return tr("No operation has failed on them in this trace; {call} mended them.", call=by)
 
 
 def _healthy(story: Story) -> tuple[str, str]:
@@ -141,18 +149,27 @@ def _healthy(story: Story) -> tuple[str, str]:
         if places == ["meta"] and not path:
             continue  # nothing has bytes yet: that is no place to have moved from
         pinned = pinned and all(cell.pinned for cell in cells)
-        if places and path[-1:] != [" and ".join(places)]:
-            path.append(" and ".join(places))
+        if places and path[-1:] != [tr(" and ").join(places)]:
+            path.append(tr(" and ").join(places))
     names = list(dict.fromkeys(clean(c.phase.name) for c in story.every if c.phase.name))
-    through = f" through {_listed(names)}" if 0 < len(names) <= 5 else ""
-    if len(path) <= 1:
-        place = f"on {path[0] if path else 'no device'}{', pinned' if pinned and path else ''}"
-        comma = "," if pinned and through else ""
-        stay = f"{_all(story)} {'stays' if _number(story) == 1 else 'stay'}"
-        return f"{stay if story.subject else _capital(stay)} {place}{comma}{through}", f"{stay} {place}"
-    journey = " → ".join(path[:5]) + (" → …" if len(path) > 5 else "")
+    through = tr(" through {phases}", phases=_listed(names)) if 0 < len(names) <= 5 else ""
     of = _all(story)
-    return f"Metadata and bytes of {of} move together{through}: {journey}", f"{of} in one piece: {journey}"
+    if len(path) <= 1:
+        place = path[0] if path else tr("no device")
+        if pinned and path:
+            place = tr("{device}, pinned", device=place)
+        text = (
+            msg("{tensors} stays on {place}{through}")
+            if _number(story) == 1
+            else msg("{tensors} stay on {place}{through}")
+        )
+        title = tr(text, tensors=of, place=place, through=f",{through}" if pinned and through else through)
+        return title if story.subject else _capital(title), tr(text, tensors=of, place=place, through="")
+    journey = " → ".join(path[:5]) + (" → …" if len(path) > 5 else "")
+    title = tr(
+        "Metadata and bytes of {tensors} move together{through}: {path}", tensors=of, through=through, path=journey
+    )
+    return title, tr("{tensors} in one piece: {path}", tensors=of, path=journey)
 
 
 def _call(column: Column) -> str:
@@ -164,7 +181,8 @@ def _call(column: Column) -> str:
 
 def _raised(failure: Failure) -> str:
     message = _first_sentence(clean(failure.message))
-    return f"{short_call(failure.operation) or 'it'} raises {clean(failure.type)}{': ' if message else ''}{message}"
+    error = f"{clean(failure.type)}{': ' if message else ''}{message}"
+    return tr("{operation} raises {error}", operation=short_call(failure.operation) or tr("it"), error=error)
 
 
 def _first_sentence(text: str) -> str:
@@ -185,9 +203,10 @@ def _number(story: Story) -> int:
     return _parameters(story) or len(story.tensors)
 
 
-def _noun(story: Story) -> str:
-    noun = "parameter" if _parameters(story) else "tensor"
-    return noun if _number(story) == 1 else f"{noun}s"
+def _counted(story: Story) -> tuple[str, str]:
+    if _parameters(story):
+        return msgn("{count} parameter", "{count} parameters")
+    return msgn("{count} tensor", "{count} tensors")
 
 
 def _all(story: Story) -> str:
@@ -195,11 +214,16 @@ def _all(story: Story) -> str:
     if story.subject:
         return story.subject
     number = _number(story)
-    return f"both {_noun(story)}" if number == 2 else f"{'all ' if number > 2 else ''}{number:,} {_noun(story)}"
+    if number < 2:
+        return trn(*_counted(story), number)
+    if number == 2:
+        return tr("both parameters") if _parameters(story) else tr("both tensors")
+    text = msg("all {count} parameters") if _parameters(story) else msg("all {count} tensors")
+    return tr(text, count=f"{number:,}")
 
 
 def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return names[0] if len(names) == 1 else tr(" and ").join((", ".join(names[:-1]), names[-1]))
 
 
 def _capital(text: str) -> str:

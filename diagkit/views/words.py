@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diagkit.errors import UsageError
+from diagkit.language import msg, tr, trn
 from diagkit.trace.merged import Trace
 from diagkit.trace.reader import RankTrace
 from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, Cause, Frame
@@ -53,8 +54,9 @@ def moment_label(column: Column, room: float, size: float) -> list[str]:
     """The same on two to four lines of so many pixels."""
     head, tail = _moment_words(column)
     lines = wrap(head, room, size, 1) if head else []
-    end = ["raises"] if column.failed and tail.endswith(" raises") else []
-    call = tail.removesuffix(" raises") if end else tail
+    raises = " " + tr("raises")
+    end = [raises.strip()] if column.failed and tail.endswith(raises) else []
+    call = tail.removesuffix(raises) if end else tail
     whole = wrap(call, room, size, 2, breaks=" .")
     if any("…" in part for part in whole):
         whole = wrap(call, room, size, 2, breaks=" ._")
@@ -64,17 +66,17 @@ def moment_label(column: Column, room: float, size: float) -> list[str]:
 def _moment_words(column: Column) -> tuple[str, str]:
     moment, phase = column.moment, clean(column.phase.name)
     if moment.kind == EXIT and phase:
-        return "after", phase
+        return tr("after"), phase
     if moment.kind == ENTER and phase:
-        return "before", phase
+        return tr("before"), phase
     call = clean(moment.label).removeprefix(f"{phase}: ")
     if moment.kind == CALL and moment.cause is not None:
         call = _known_call(moment.cause)
     elif moment.kind == FAILURE and moment.failure is not None:
         name = short_call(moment.failure.operation or moment.label)
         if name == phase:  # a phase that is one call has its name
-            return "", f"{name} raises"
-        call = f"{name} raises"
+            return "", f"{name} {tr('raises')}"
+        call = f"{name} {tr('raises')}"
     return (f"{phase}:" if phase else "", call)
 
 
@@ -104,9 +106,9 @@ def notes(story: Story, verdict: Verdict, limit: int = 4) -> list[Note]:
             at = f"{frame_text(moment.cause.frame)}: " if moment.cause and moment.cause.frame else ""
             found.append((0, c, f"{at}{clean(moment.failure.type)}: {clean(moment.failure.message)}", True))
         elif moment.cause is not None and run is not None:
-            found.append((1 if run.lasting else 3, c, f"cause: {cause_text(moment.cause)}", run.lasting))
+            found.append((1 if run.lasting else 3, c, tr("cause: {text}", text=cause_text(moment.cause)), run.lasting))
         elif moment.cause is not None and column.changed:
-            found.append((4, c, f"cause: {cause_text(moment.cause)}", False))
+            found.append((4, c, tr("cause: {text}", text=cause_text(moment.cause)), False))
     kept = sorted(sorted(found)[:limit], key=lambda entry: entry[1])
     return [Note(c, i, text, bad) for i, (_, c, text, bad) in enumerate(kept, 1)]
 
@@ -120,14 +122,14 @@ def cause_text(cause: Cause) -> str:
 def frame_text(frame: Frame) -> str:
     """``"engine.py:41 save_checkpoint"``; of a notebook's cell the line itself, for its file is made up."""
     if "ipykernel_" in frame.file or frame.file.startswith("<ipython-input"):
-        return clean(f"notebook, line {frame.line}: {frame.code or frame.function}")
+        return clean(tr("notebook, line {line}: {code}", line=frame.line, code=frame.code or frame.function))
     return clean(str(frame))
 
 
 def panel_verdict(verdict: Verdict) -> str:
     """A panel's verdict in one breath."""
     short = verdict.short[:1].upper() + verdict.short[1:]
-    return f"{short}; nothing fails." if verdict.good else f"{short}. {verdict.sentence}"
+    return tr("{what}; nothing fails.", what=short) if verdict.good else f"{short}. {verdict.sentence}"
 
 
 def left_out(told: Sequence[tuple[Story, Verdict, str]], lines: Page) -> str:
@@ -135,13 +137,15 @@ def left_out(told: Sequence[tuple[Story, Verdict, str]], lines: Page) -> str:
     parts = []
     for story, _, name in told:
         if story.left_out:
-            of = f" of {name.lower()}" if name else ""
-            parts.append(f"{len(story.columns)} of {len(story.every)} moments{of}")
-    sentence = f"Shown: {', '.join(parts)}; the others repeat what is shown." if parts else ""
+            text = msg("{shown} of {count} moments of {name}") if name else msg("{shown} of {count} moments")
+            parts.append(tr(text, shown=len(story.columns), count=len(story.every), name=name.lower()))
+    sentence = ""
     if parts and any(_unshown_change(story) for story, _, _ in told):
-        sentence = f"Shown: {', '.join(parts)}, those that tell most; moments= shows more."
+        sentence = tr("Shown: {what}, those that tell most; moments= shows more.", what=", ".join(parts))
+    elif parts:
+        sentence = tr("Shown: {what}; the others repeat what is shown.", what=", ".join(parts))
     if lines.left_out:
-        sentence += f" {lines.left_out:,} tensors have further histories; rows= shows more."
+        sentence += " " + tr("{count} tensors have further histories; rows= shows more.", count=f"{lines.left_out:,}")
     return sentence.strip()
 
 
@@ -156,7 +160,7 @@ def other_ranks(trace: Trace, story: Story, phase: str | None, only: Names = Non
     if not others:
         return ""
     if len(others) > RANK_LIMIT:
-        return f"{len(others):,} other ranks not compared"
+        return tr("{count} other ranks not compared", count=f"{len(others):,}")
     kinds = tuple(dict.fromkeys(kind for kind, *_ in story.tensors))
     unlike: list[int] = []
     where: dict[str, None] = {}
@@ -165,10 +169,11 @@ def other_ranks(trace: Trace, story: Story, phase: str | None, only: Names = Non
             unlike.append(rank.rank)
             where.update(dict.fromkeys(phases))
     if not unlike:
-        return "the other rank is alike" if len(others) == 1 else f"the other {len(others)} ranks are alike"
+        return trn("the other rank is alike", "the other {count} ranks are alike", len(others))
     shown = ", ".join(map(str, unlike[:6])) + (", …" if len(unlike) > 6 else "")
-    places = f" in {', '.join(where)}" if all(where) else ""
-    return f"rank {shown} differs{places}" if len(unlike) == 1 else f"ranks {shown} differ{places}"
+    places = tr(" in {phases}", phases=", ".join(where)) if all(where) else ""
+    text = msg("rank {ranks} differs{places}") if len(unlike) == 1 else msg("ranks {ranks} differ{places}")
+    return tr(text, ranks=shown, places=places)
 
 
 def _differs(story: Story, rank: RankTrace, phase: str | None, kinds: tuple[str, ...], only: Names) -> list[str]:

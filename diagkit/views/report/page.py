@@ -21,6 +21,7 @@ from diagkit import __version__
 from diagkit.diagnosis.finding import ranks_text
 from diagkit.errors import MissingDependency, UsageError
 from diagkit.language import tr, trn
+from diagkit.trace.schema import PARAMETER
 from diagkit.trace.values import printable
 from diagkit.views import palette
 from diagkit.views.report.content import Report
@@ -126,19 +127,27 @@ def _pictures(report: Report) -> dict[str, list[Picture]]:
     """The figures of each section; one that has nothing to show is left out."""
     from diagkit import views
 
-    trace = report.trace
+    trace, told = report.trace, report.told
     wanted: dict[str, list[Callable[[], Any]]] = {
         "timeline": [lambda: views.residency_map(trace)],
-        "tensors": [],
-        "ranks": [],
+        "tensors": [lambda: views.bytes_by_device(trace, rank=told.rank)],
+        "ranks": [lambda: views.rank_grid(trace)] if trace.world_size > 1 else [],
         "fix": [],
         "history": [],
     }
+    if name := _blamed(report):
+        wanted["timeline"].append(lambda: views.lifeline(trace, name, rank=told.rank))
     if (against := report.against) is not None:
         wanted["fix"].append(lambda: views.before_after(trace, against, names=(tr("First run"), tr("Second run"))))
     if cells := history(trace):
         wanted["history"].append(lambda: views.outcome_matrix(cells))
     return {section: list(_drawn(figures)) for section, figures in wanted.items()}
+
+
+def _blamed(report: Report) -> str:
+    """The first parameter of the finding to blame: one lifeline stands for all that went the same way."""
+    parameters = {row.name for row in report.told.rows if row.kind == PARAMETER}
+    return next((name for finding in report.findings for name in finding.names if name in parameters), "")
 
 
 def _drawn(figures: list[Callable[[], Any]]) -> Iterator[Picture]:
