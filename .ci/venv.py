@@ -88,7 +88,9 @@ def _create(venv):
 def _constraints(venv, torch):
     """The tested versions, with another torch in the place of the tested one when another was asked for."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    lines = [("torch==" + torch) if line.startswith("torch==") else line for line in lines]
+    if "torch==" + torch not in lines:
+        # Another torch may need another setuptools: 2.10 to 2.12 want one below 82.
+        lines = [line for line in lines if not line.startswith(("torch==", "setuptools=="))] + ["torch==" + torch]
     path = venv / "constraints.txt"
     path.write_text("\n".join(lines) + "\n")
     return str(path)
