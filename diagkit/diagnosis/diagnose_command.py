@@ -8,6 +8,7 @@ import json
 from diagkit.diagnosis.diagnose import diagnose
 from diagkit.diagnosis.rule import SEVERITIES
 from diagkit.trace import open_trace, redact
+from diagkit.trace.progress import on_stderr
 
 FAIL_ON = (*SEVERITIES, "never")
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    (trace,) = redact.asked(args, open_trace(args.trace))
+    (trace,) = redact.asked(args, open_trace(args.trace, on_stderr))
     findings = diagnose(trace)
     problems = trace.problems
     if args.json:

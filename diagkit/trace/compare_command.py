@@ -7,6 +7,7 @@ import json
 
 from diagkit.trace import open_trace, redact
 from diagkit.trace.compare import compare
+from diagkit.trace.progress import on_stderr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    first, second = redact.asked(args, open_trace(args.first), open_trace(args.second))
+    first, second = redact.asked(args, open_trace(args.first, on_stderr), open_trace(args.second, on_stderr))
     found = compare(first, second)
     if args.json:
         print(json.dumps({"a": str(first.path), "b": str(second.path), **found.to_json()}, ensure_ascii=False))

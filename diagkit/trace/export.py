@@ -18,6 +18,7 @@ from diagkit.errors import MissingDependency, UsageError
 from diagkit.trace import open_trace, redact
 from diagkit.trace.frames import COLUMNS, lines
 from diagkit.trace.merged import Trace
+from diagkit.trace.progress import on_stderr
 from diagkit.trace.rank import RankTrace
 
 __all__ = ["FORMATS", "TABLES", "add_arguments", "export", "main"]
@@ -150,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    (trace,) = redact.asked(args, open_trace(args.trace))
+    (trace,) = redact.asked(args, open_trace(args.trace, on_stderr))
     for file in export(trace, args.out, args.to):
         print(file)
     return 0
