@@ -19,6 +19,7 @@ from torch import nn
 
 from diagkit import torch_internals as internals
 from diagkit.capture import snapshot
+from diagkit.capture.failures import failure_of
 from diagkit.diagnosis.diagnose import diagnose
 from diagkit.diagnosis.explain import Explanation, by_facts, by_text
 from diagkit.diagnosis.finding import Findings
@@ -181,7 +182,7 @@ def explain(exc: BaseException | None = None) -> Explanation:
     chain = _chain(error)
     frames = list(_frames(chain if error is outer else [*chain, *_chain(outer)]))
     operation = operation_of((f.f_code.co_filename, f.f_code.co_name) for f in _frames(chain[:1]))
-    failure = Failure(type(error).__name__, _message(error), operation)
+    failure = failure_of(error, operation)
     first = chain[-1]
     earlier = (
         Failure(type(first).__name__, _message(first), "") if first is not error and said(_message(first)) else None

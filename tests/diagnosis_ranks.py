@@ -20,6 +20,7 @@ import culprits
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -106,6 +107,17 @@ def _loss(bench: Bench) -> float:
         loss = float(bench.loss())
     bench.model.reshard()  # type: ignore[operator]
     return loss
+
+
+def _mixed() -> Bench:
+    """One layer without the policy in a model under it."""
+    torch.manual_seed(0)
+    model = Decoder()
+    mesh = init_device_mesh("npu", (dist.get_world_size(),))
+    first, second = DECODER.parts(model)
+    fully_shard(first.to("npu"), mesh=mesh)
+    culprits.wrap(model, [second], mesh)
+    return Bench(model, torch.optim.AdamW(model.parameters(), lr=0.01), DECODER, "npu")
 
 
 def _mend(bench: Bench) -> None:
@@ -611,6 +623,26 @@ def dk402_other_group(lab: Lab) -> None:
 
 
 @scenario(ranks=2)
+def dk404(lab: Lab) -> None:
+    bench = build(DECODER, "pinned")
+    with lab.recorded(bench) as rec:
+        lab.fails(rec, "generate", lambda: culprits.continue_a_text(bench))
+        # The root is left gathered, so that its parameters say npu by now.
+        lab.answer["the second time"] = list(culprits.continue_a_text(bench).shape)
+        bench.model.reshard()
+        try:
+            culprits.continue_a_text(bench)
+        except RuntimeError as error:
+            told = dk.explain(error)
+            lab.answer["explained"], lab.answer["text"] = told.code, repr(told)
+        lab.answer["after"] = list(dk.inspect(bench.model, bench.optimizer).findings.codes)
+        with rec.phase("remedy"), torch.no_grad():
+            tokens = torch.zeros(2, 6, dtype=torch.long, device=torch.accelerator.current_accelerator())
+            longer = torch.cat([tokens, bench.model(tokens)[:, -1:].argmax(-1)], dim=1)
+        lab.answer["cured"] = longer.shape == (2, 7)
+
+
+@scenario(ranks=2)
 def dk501(lab: Lab) -> None:
     bench, like = build(STRAIGHT, "pinned"), build(STRAIGHT, "pinned")
     with lab.recorded(bench) as rec:
@@ -695,6 +727,44 @@ def dk901(lab: Lab) -> None:
     lab.answer["after"] = list(dk.inspect(fresh).findings.codes)
     fresh.save_checkpoint(lab.folder / "ckpt")
     lab.answer["cured"] = True
+
+
+@scenario(ranks=2)
+def dk802a(lab: Lab) -> None:
+    bench, like = _mixed(), build(DECODER, "pinned")
+    options = {"full_state_dict": True, "cpu_offload": True}
+    whole = get_model_state_dict(like.model, options=StateDictOptions(**options))
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with lab.recorded(bench) as rec:
+        with rec.phase("train"):
+            lab.answer["trains right"] = _losses(bench) == _losses(like)
+        lab.look("live", bench)
+        lab.fails(rec, "load", lambda: set_model_state_dict(bench.model, whole, options=broadcast))
+    fresh = build(DECODER, "pinned")
+    with dk.record(fresh.model, fresh.optimizer, out=lab.folder / "remedy") as rec:
+        with rec.phase("load"):
+            set_model_state_dict(fresh.model, whole, options=broadcast)
+        lab.cured(rec, fresh)
+
+
+@scenario(ranks=2)
+def dk802b(lab: Lab) -> None:
+    bench = build(DECODER, "pinned")
+    with lab.recorded(bench) as rec:
+        with rec.phase("adapt"):
+            culprits.add_a_bias(bench.model)
+        lab.fails(rec, "train", lambda: culprits.forward_pass(bench))
+        try:
+            bench.loss()
+        except RuntimeError as error:
+            lab.answer["explained"] = dk.explain(error).code
+    torch.manual_seed(0)
+    model = Decoder()
+    culprits.add_a_bias(model)
+    culprits.wrap(model, DECODER.parts(model), init_device_mesh("npu", (dist.get_world_size(),)))
+    fresh = Bench(model, torch.optim.AdamW(model.parameters(), lr=0.01), DECODER, "npu")
+    with dk.record(model, fresh.optimizer, out=lab.folder / "remedy") as rec:
+        lab.cured(rec, fresh)
 
 
 def _two_owners(lab: Lab) -> None:

@@ -99,11 +99,12 @@ def from_stack(operation: str, nested: Iterable[str], target: str, base: int, fr
 def from_traceback(operation: str, traceback: TracebackType | None, target: str = "") -> Cause:
     """The cause of an exception that reached a phase: its traceback, the frames of the phase itself and of the code
     that began it left out of the chain."""
-    found = [(code, line, n > 1) for n, (code, line) in enumerate(_traceback_frames(traceback))]
+    found = [(code, line, n > 1) for n, (code, line) in enumerate(traceback_frames(traceback))]
     return _cause(operation, [], target, found, known_base=True)
 
 
-def _traceback_frames(traceback: TracebackType | None) -> Iterator[tuple[CodeType, int]]:
+def traceback_frames(traceback: TracebackType | None) -> Iterator[tuple[CodeType, int]]:
+    """Code and line of each frame that an exception passed through, outermost first."""
     for _ in range(DEPTH):
         if traceback is None:
             return

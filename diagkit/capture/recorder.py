@@ -23,6 +23,7 @@ from torch import nn
 from diagkit.capture import hooks
 from diagkit.capture.cause import from_stack, from_traceback, marks_of, message_of
 from diagkit.capture.entries import shape_of
+from diagkit.capture.failures import failure_of
 from diagkit.capture.hooks import Call
 from diagkit.capture.inventory import EVERYTHING, MODEL, STATES
 from diagkit.capture.ledger import Ledger
@@ -40,7 +41,6 @@ from diagkit.trace.schema import (
     TENSOR_KINDS,
     Cause,
     Change,
-    Failure,
 )
 from diagkit.trace.writer import TraceWriter
 
@@ -220,7 +220,7 @@ class Recorder:
 
     def _tell_failure(self, name: str, phase: int, error: BaseException) -> None:
         cause = from_traceback(name, error.__traceback__)
-        failure = Failure(type(error).__name__, message_of(error), name)
+        failure = failure_of(error, name)
         self._failed_last = (failure.type, failure.message)
         label = f"{name}: {failure.type}" if name else failure.type
         self._ledger.moment(FAILURE, label, EVERYTHING, cause=cause, failure=failure, phase=phase)
@@ -282,7 +282,7 @@ class Recorder:
             for outer in call.around():
                 outer.raised.add((id(self), *self._told))
             cause = self._cause(call)
-            failure = Failure(type(error).__name__, message_of(error), [call.operation.name, *call.nested][-1])
+            failure = failure_of(error, [call.operation.name, *call.nested][-1])
             self._failed_last = (failure.type, failure.message)
             self._ledger.moment(
                 FAILURE, f"{call.operation.name}: {type(error).__name__}", EVERYTHING, cause=cause, failure=failure

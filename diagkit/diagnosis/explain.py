@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diagkit.diagnosis.finding import Finding, Findings
-from diagkit.diagnosis.operation import likely, ordered
+from diagkit.diagnosis.operation import PROVEN, likely, ordered
 from diagkit.diagnosis.rule import Rule, find_rules
 from diagkit.diagnosis.signatures import said
 from diagkit.language import msg, tr
@@ -109,7 +109,7 @@ def by_facts(
     raised on top of it.
     """
     names = said(failure.message)
-    possible = likely(names, operation)
+    possible = (*likely(names, operation), *PROVEN)
     explains = [f for f in findings if names.intersection(f.rule.says) and f.code in possible]
     order = ordered([f.code for f in explains], names, operation)
     # An engine that moves what the policy owns is the cause of the split that its move makes; and a gradient or a

@@ -106,7 +106,7 @@ class Judge:
 
     def suspects(self, kind: str, facts: Facts, around: frozenset[Facts | None], world: World) -> tuple[Rule, ...]:
         """Rules that such a row could meet in some context of this rank: more than do, never fewer."""
-        key = (kind, facts, around, world.accelerator, world.said)
+        key = (kind, facts, around, world.accelerator, world.said, world.failure is None)
         found = self._suspects.get(key)
         if found is None:
             groups = [None, *(f for f in around if isinstance(f, GroupFacts))]
@@ -151,8 +151,10 @@ class _Run:
         self.any_world = World(
             accelerator=self._accelerator,
             groups=tuple(f for f in self.around if isinstance(f, GroupFacts)),
+            mixed=frozenset({""}),
             engines=tuple(f for f in self.around if isinstance(f, EngineFacts)),
             backends=trace.header.backends,
+            failure=next((f for f in failures if f.asks), None),
             said=frozenset().union(*(said(f.message) for f in failures)),
             live=True,
         )
@@ -296,7 +298,7 @@ class _Run:
         group_number = ABSENT if group is None else self.facts[group]
         owner_number = self.facts[row.of] if row.of is not None else ABSENT
         past = self.pasts.of(number)
-        key = (rule.code, row.kind, row.part, self.facts[number], group_number, owner_number, past, calm)
+        key = (rule.code, row.kind, row.part, self.facts[number], group_number, owner_number, past, row.model, calm)
         answer = self.cache.get(key)
         if answer is None:
             facts = self.trace.facts[self.facts[number]]
@@ -311,6 +313,7 @@ class _Run:
                 group_facts if isinstance(group_facts, GroupFacts) else None,
                 owner_facts if isinstance(owner_facts, Residency) else None,
                 past,
+                model=row.model,
             )
             answer = self.cache[key] = rule.asks(subject)
         return answer
@@ -346,6 +349,7 @@ class _Run:
         return World(
             accelerator=self._accelerator,
             groups=tuple(f for f in found if isinstance(f, GroupFacts)),
+            mixed=self._mixed(),
             optimizers=tuple(f for f in found if isinstance(f, OptimizerFacts)),
             engines=tuple(f for f in found if isinstance(f, EngineFacts)),
             backends=self.trace.header.backends,
@@ -355,6 +359,15 @@ class _Run:
             about_to=about_to,
             live=self.live,
         )
+
+    def _mixed(self) -> frozenset[str]:
+        """Models whose groups do not all have the same kind of policy."""
+        policies: dict[str, set[bool]] = {}
+        for (model, _), row in self.layout.groups.items():
+            facts = self.trace.facts[self.facts[row]]
+            if isinstance(facts, GroupFacts) and facts.parameters:
+                policies.setdefault(model, set()).add(facts.offload)
+        return frozenset(model for model, found in policies.items() if len(found) > 1)
 
     def _kinds_of_facts(self) -> set[tuple[str, int]]:
         """Every (kind of row, number of its facts) that this rank ever shows."""

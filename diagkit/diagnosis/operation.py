@@ -66,16 +66,21 @@ LIKELY: dict[str, dict[str, tuple[str, ...]]] = {
     "meta": {"": ("DK104",)},
     "mixed": {"": ("DK604",)},
     # Of all texts the one with most causes: who raised it decides. Elsewhere it is somebody's own mix-up.
+    "several_devices": {"": ("DK802a",)},
     "grad_dtype": {"": ("DK105",)},
     "sharding": {"optimizer.step": ("DK401",), "": ()},
     "same_device": {
         "optimizer.step": ("DK301", "DK302", "DK303", "DK401", "DK102", "DK103b", "DK103a"),
         "clip_grad_norm_": ("DK301",),
-        "forward": ("DK501",),
+        "forward": ("DK501", "DK802b"),
         "backward": ("DK301", "DK501"),
         "": (),
     },
 }
+
+
+#: Codes that a text never suggests, and facts can prove.
+PROVEN = ("DK404",)
 
 
 def likely(names: Iterable[str], operation: str) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ class World:
 
     accelerator: str | None = None  # device type; None on a machine without one
     groups: tuple[GroupFacts, ...] = ()
+    mixed: frozenset[str] = frozenset()  # labels of models of whose groups some offload and some do not
     optimizers: tuple[OptimizerFacts, ...] = ()
     engines: tuple[EngineFacts, ...] = ()
     backends: str = ""
@@ -71,6 +72,7 @@ class Subject:
     group: GroupFacts | None = None  # the FSDP group that a parameter, or its gradient or state, belongs to
     owner: Residency | None = None  # the parameter that a gradient, state or export belongs to
     past: Past = NOTHING
+    model: str = ""
 
     @property
     def tensor(self) -> Residency:

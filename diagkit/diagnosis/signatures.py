@@ -18,6 +18,7 @@ SIGNATURES: dict[str, re.Pattern[str]] = {
         "grad_device": r"attempting to assign a gradient with device type",
         "grad_dtype": r"attempting to assign a gradient with dtype",
         "sharding": r"sharding propagation failed",
+        "several_devices": r"multiple devices found|^device mismatch$",
         "same_device": r"expected all tensors to be on the same device|found at least two devices",
         "swap": r"couldn'?t swap",
         "no_backend": r"no backend type associated with device type",

@@ -74,7 +74,9 @@ def evidence(hit: Hit, failure: Failure | None) -> Iterator[str]:
         yield _engine(facts, hit.rank)
     elif isinstance(facts, OptimizerFacts):
         yield _optimizer(facts)
-    if (policy := _policy(hit)) and not isinstance(facts, GroupFacts):
+    if failure is not None and failure.asks and hit.rule.code == "DK404":
+        yield tr("a device was taken from a parameter: {line}", line=failure.asks)
+    if (policy := _policy(hit)) and (not isinstance(facts, GroupFacts) or hit.rule.code == "DK802a"):
         yield policy
     if hit.origin is not None and hit.origin.index != 0:
         yield tr("since {moment}", moment=moment_text(hit.rank, hit.origin))

@@ -284,7 +284,7 @@ class Redactor:
         return Frame(self.path(frame.file), frame.line, self.text(frame.function), self.text(frame.code))
 
     def _failure(self, failure: Failure) -> Failure:
-        return Failure(self.text(failure.type), self.text(failure.message), self.text(failure.operation))
+        return Failure(*map(self.text, (failure.type, failure.message, failure.operation, failure.asks)))
 
 
 def _alternatives(known: Mapping[str, str], segments: bool = False) -> str:

@@ -9,6 +9,7 @@ from diagkit.diagnosis.rules import (
     memory,
     meta,
     optimizer,
+    placement,
     split,
     trained,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "memory",
     "meta",
     "optimizer",
+    "placement",
     "split",
     "trained",
 ]
