@@ -54,8 +54,8 @@ def record(
     if out is None:
         raise no_folder(out)
     recorder = start(model, optimizer, out=out, detail=detail, engine=engine, job=job, overwrite=overwrite)
-    del model, optimizer, engine, job  # this frame lives as long as the block: it must not keep them alive
     try:
+        del model, optimizer, engine, job  # this frame lives as long as the block: it must not keep them alive
         yield recorder
     finally:
         recorder.close()

@@ -51,10 +51,14 @@ def start(
                 expected='a torch.nn.Module, or several as {"actor": actor, "ref": ref}',
             )
     recorder = Recorder(_writer(out, _header(detail, run, job), overwrite, limit), detail, wants)
-    recorder.watch(model, optimizer, engine)
-    if detail != "phases":
-        recorder.observe()
-    recorder.mark("start")
+    try:
+        recorder.watch(model, optimizer, engine)
+        if detail != "phases":
+            recorder.observe()
+        recorder.mark("start")
+    except BaseException:  # an interrupt by hand: whoever wanted the recorder never gets it, and could not close it
+        recorder.close()
+        raise
     return recorder
 
 

@@ -100,8 +100,12 @@ _modules = 0  # how many modules the job had imported when last looked
 
 
 def _forked() -> None:
-    # A child writes into no parent's trace, and must not wait for a lock that no thread of its own holds.
+    # A child writes into no parent's trace, and must not wait for a lock that no thread of its own holds. Calls that
+    # are under way in it tell nobody how they ended.
     global _listeners, _lock, _here
+    call: Call | None = getattr(_here, "call", None)
+    while call is not None:
+        call.told, call = (), call.outer
     _listeners, _lock, _here = (), threading.RLock(), threading.local()
 
 

@@ -176,7 +176,15 @@ class Recorder:
 
     def close(self, reason: str = "closed") -> None:
         """Ends the recording: patches out, a last snapshot, the trace closed. A second time is harmless."""
-        self._safely("close", hooks.remove, self)
+        try:
+            self._close(reason)
+        except BaseException:  # an interrupt by hand: nobody closes again what it cut short
+            self._close(reason)
+            raise
+
+    def _close(self, reason: str) -> None:
+        if not self._closed and os.getpid() == self._pid:
+            self._shielded("close", hooks.remove, self)  # also for a signal's handler in the middle of a reading
         self._safely("close", self._end)
         self._safely("close", self._shut, reason)
 
@@ -193,11 +201,15 @@ class Recorder:
     def _enter(self, name: str, label: str, caller: FrameType) -> OpenPhase:
         self.activity += 1
         opened = self._phases.begin(name, caller)
-        if self._detail != "phases":
-            self.observe()
-        begins = {"name": name, "parent": opened.parent, "label": label}
-        more = {"begins": begins, "phase": opened.ordinal}
-        self._safely("phase", self._ledger.moment, ENTER, f"{name}: enter", EVERYTHING, **more)
+        try:
+            if self._detail != "phases":
+                self._shielded("observe", hooks.add, self)
+            begins = {"name": name, "parent": opened.parent, "label": label}
+            more = {"begins": begins, "phase": opened.ordinal}
+            self._shielded("phase", self._ledger.moment, ENTER, f"{name}: enter", EVERYTHING, **more)
+        except BaseException:  # an interrupt by hand: the block never runs, and nobody leaves the phase
+            self._leave(opened)
+            raise
         return opened
 
     def _leave(self, opened: OpenPhase) -> None:
@@ -230,7 +242,7 @@ class Recorder:
     def wants(self, operation: Operation, subject: object) -> bool:
         """Whether a call is about what is watched."""
         self.activity += 1
-        if self._closed or os.getpid() != self._pid or (operation.full and not self.full):
+        if self._deaf() or (operation.full and not self.full):
             return False
         with self._lock:
             return self._ledger.inventory.concerns(subject)
@@ -295,8 +307,9 @@ class Recorder:
 
     def trouble(self, where: str, error: BaseException) -> None:
         """Tells a fault of our own."""
-        with self._lock:
-            self._ledger.trouble(where, error)
+        if os.getpid() == self._pid:  # in a forked child the lock may be held for ever
+            with self._lock:
+                self._ledger.trouble(where, error)
 
     # ---- words
 
@@ -323,14 +336,21 @@ class Recorder:
         return next((name for name in reversed(cause.chain) if name.startswith("Module.")), operation.name)
 
     def _safely(self, where: str, method: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        """What the method returns; None where it failed (told in the trace), after closing, and in a forked child.
+        """What the method returns; None where it failed (told in the trace), and where nothing is heard.
         Our own faults end here. An interrupt of the user's does not."""
+        return None if self._deaf() else self._shielded(where, method, *args, **more)
+
+    def _shielded(self, where: str, method: Callable[..., Any], *args: Any, **more: Any) -> Any:
         try:
-            if self._closed or os.getpid() != self._pid:
-                return None
             with self._lock:
                 return method(*args, **more)
         except Exception as error:
             with contextlib.suppress(Exception):
                 self.trouble(where, error)
         return None
+
+    def _deaf(self) -> bool:
+        """Whether nothing is heard: after closing, in a forked child, and while this very thread is at work here. Then
+        a signal's handler runs in between (one that saves a checkpoint, say), and half a reading is no state to read
+        on from: what the handler moves, the next reading finds."""
+        return self._closed or os.getpid() != self._pid or self._lock._is_owned()  # type: ignore[attr-defined]
