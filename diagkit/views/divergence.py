@@ -16,7 +16,7 @@ from diagkit.trace.schema import Facts, Moment, Residency, Row, device_type
 from diagkit.views.scene import clean
 from diagkit.views.story import Cell, Tensor, cell_of
 
-__all__ = ["Divergence", "Group", "diverge"]
+__all__ = ["Divergence", "Group", "Place", "counterpart", "diverge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def diverge(trace: Trace, moment: int | str | Moment | None, kinds: Iterable[str
     ended: dict[int, str] = {}
     place, name = _place(trace, moment)
     for rank in trace:
-        at = _counterpart(rank, place)
+        at = counterpart(rank, place)
         if rank.ended is None and (at is None or at.index == len(rank.moments) - 1):
             phase = clean(rank.last_phase.name)
             ended[rank.rank] = f"cut off in {phase}" if phase else "cut off"
@@ -109,7 +109,7 @@ def _columns(
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """The ``nth`` moment of a kind and label in a phase; in a phase of that name, its last moment."""
 
     phase: int | str
@@ -117,8 +117,14 @@ class _Place:
     label: str = ""
     nth: int = 0
 
+    @classmethod
+    def of(cls, rank: RankTrace, moment: Moment) -> Place:
+        """The place of one of the rank's moments."""
+        alike = [m.index for m in rank.moments if _named(m) == _named(moment)]
+        return cls(*_named(moment), alike.index(moment.index))
 
-def _place(trace: Trace, moment: int | str | Moment | None) -> tuple[_Place | None, str]:
+
+def _place(trace: Trace, moment: int | str | Moment | None) -> tuple[Place | None, str]:
     """Where the ranks are compared, and its name."""
     first = next(iter(trace))
     if moment is None:
@@ -127,20 +133,19 @@ def _place(trace: Trace, moment: int | str | Moment | None) -> tuple[_Place | No
         if not any(phase.name == moment for rank in trace for phase in rank.phases.values()):
             names = ", ".join(dict.fromkeys(p.name for p in first.phases.values() if p.name))
             raise UsageError("no such phase in this trace", found=moment, expected=f"one of {names}" if names else None)
-        return _Place(moment), f"the end of {clean(moment)}"
+        return Place(moment), f"the end of {clean(moment)}"
     index = moment if isinstance(moment, int) else moment.index
     if not -len(first.moments) <= index < len(first.moments):
         raise UsageError("no such moment in this trace", found=index, expected=f"0 to {len(first.moments) - 1}")
     here = first.moments[index]
-    alike = [m.index for m in first.moments if _named(m) == _named(here)]
-    return _Place(*_named(here), alike.index(here.index)), f"“{clean(here.label)}”"
+    return Place.of(first, here), f"“{clean(here.label)}”"
 
 
 def _named(moment: Moment) -> tuple[int, str, str]:
     return moment.phase, moment.kind, moment.label
 
 
-def _counterpart(rank: RankTrace, place: _Place | None) -> Moment | None:
+def counterpart(rank: RankTrace, place: Place | None) -> Moment | None:
     """This rank's moment at that place, or its last one before; None where it has none."""
     moments: Sequence[Moment] = rank.moments
     if place is not None and isinstance(place.phase, str):
@@ -150,5 +155,7 @@ def _counterpart(rank: RankTrace, place: _Place | None) -> Moment | None:
         alike = [m for m in moments if _named(m) == (place.phase, place.kind, place.label)]
         if place.nth < len(alike):
             return alike[place.nth]
-        moments = [m for m in moments if m.phase <= place.phase]
+        # Outside any phase (0) is before as well as after them.
+        past = next((m.index for m in moments if place.phase and m.phase > place.phase), len(moments))
+        moments = [m for m in moments[:past] if m.phase == place.phase] or moments[:past]
     return moments[-1] if moments else None

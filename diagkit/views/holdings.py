@@ -61,7 +61,7 @@ class Holding:
 
 def holdings(rank: RankTrace) -> list[Holding]:
     """What the rank held right after every moment of its trace."""
-    timeline = Timeline(rank)
+    timeline = Timeline.of_rank(rank)
     known: dict[tuple[int, int], Holding] = {}  # a stretch of rows in one state
     found = [Holding() for _ in rank.moments]
     for s, stretch in enumerate(timeline.stretches):

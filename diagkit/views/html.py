@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from diagkit.trace.reader import RankTrace
     from diagkit.trace.table import ResidencyTable
 
-__all__ = ["framed", "grid", "table_html", "trace_html"]
+__all__ = ["chip", "framed", "grid", "table_html", "trace_html"]
 
 #: Lines of a table that a notebook shows; the rest is counted.
 LINES = 200
@@ -81,8 +81,8 @@ def _residency(table: ResidencyTable) -> str:
         bytes_at = (line.storage_device or "?") + (" · pinned" if line.pinned else "")
         rows.append([
             escape(clean(line.pattern)) + (f' <span class="quiet">×{line.count:,}</span>' if line.count > 1 else ""),
-            _chip(line.metadata_device, line.metadata_device, line.split),
-            _chip(line.storage_device, bytes_at, line.split),
+            chip(line.metadata_device, line.metadata_device, line.split),
+            chip(line.storage_device, bytes_at, line.split),
             ", ".join(words),
         ])  # fmt: skip
     caption = clean(table.heading)
@@ -112,7 +112,8 @@ def _phases(rank: RankTrace) -> str:
     return grid("Phases", ("phase", "outcome", "observed calls"), rows) if rows else ""
 
 
-def _chip(device: str | None, text: str, split: bool) -> str:
+def chip(device: str | None, text: str, split: bool) -> str:
+    """A device's name on its colour; a split has an outline."""
     colours = palette.device(device)
     edge = " split" if split else ""
     return (

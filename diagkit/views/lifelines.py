@@ -27,7 +27,7 @@ from diagkit.views.story import Column, Story, cell_of, choose
 from diagkit.views.timeline import Timeline
 from diagkit.views.verdict import Verdict, context, judge
 
-__all__ = ["lifeline"]
+__all__ = ["find", "lifeline", "lifeline_scene"]
 
 
 def lifeline(
@@ -57,7 +57,19 @@ def lifeline(
         UsageError: no trace, no such tensor, moment or phase, or nothing between start and end.
         TraceError: nothing at that path is a trace.
     """
-    one = one_rank(opened(trace), rank)
+    return ViewFigure(lifeline_scene(one_rank(opened(trace), rank), name, start, end, moments, title, width))
+
+
+def lifeline_scene(
+    one: RankTrace,
+    name: str,
+    start: int | str | None = None,
+    end: int | str | None = None,
+    moments: int = 10,
+    title: str | None = None,
+    width: float = 1000,
+) -> Scene:
+    """The same as shapes, for who wants no more than an SVG."""
     row = find(one, name)
     glimpses = _glimpses(one, row)
     first, last = _span(one, start, end)
@@ -115,7 +127,7 @@ def _moment(rank: RankTrace, at: int | str, first: bool) -> int:
 
 def _glimpses(rank: RankTrace, row: Row) -> list[Glimpse]:
     """The tensor right after every moment of the trace."""
-    timeline = Timeline(rank)
+    timeline = Timeline.of_rank(rank)
     gradient = next((r for r in rank.rows if r.kind == GRADIENT and (r.model, r.name) == (row.model, row.name)), None)
     own = timeline.of(row.id)
     its = timeline.of(gradient.id) if gradient else [ABSENT] * len(own)
@@ -140,7 +152,7 @@ def _glimpse(rank: RankTrace, row: Row, gradient: Row | None, facts: object, its
 
 def _story(rank: RankTrace, row: Row, glimpses: Sequence[Glimpse], span: range, moments: int) -> Story:
     """The tensor's own story: moments matter when a glimpse changes."""
-    facts = Timeline(rank).of(row.id)
+    facts = Timeline.of_rank(rank).of(row.id)
     cells = {number: cell_of(f) if isinstance(f := rank.facts[number], Residency) else None for number in set(facts)}
     order = [None, *dict.fromkeys(cell for cell in cells.values() if cell is not None)]
     every = tuple(
@@ -171,7 +183,7 @@ def _gathered(glimpses: Sequence[Glimpse]) -> str:
     return f"; gathered on {places[0]} {({1: 'once', 2: 'twice'}).get(len(places), f'{len(places)} times')}"
 
 
-def _draw(story: Story, verdict: Verdict, shown: Sequence[Glimpse], title: str, width: float) -> ViewFigure:
+def _draw(story: Story, verdict: Verdict, shown: Sequence[Glimpse], title: str, width: float) -> Scene:
     lanes = lanes_of(shown)
     named = max(text_width(lane, 13, True) for lane in lanes)
     noted = max(text_width(lane_note(story.rank, lane), 10.5) for lane in lanes)
@@ -188,7 +200,7 @@ def _draw(story: Story, verdict: Verdict, shown: Sequence[Glimpse], title: str, 
         scene.add(Text(MARGIN, y + 14, shorten(remark, width - 2 * MARGIN, 11), 11, palette.MUTED))
         y += 16
     scene.height = y + 14
-    return ViewFigure(scene)
+    return scene
 
 
 def _text(story: Story, verdict: Verdict, shown: Sequence[Glimpse], title: str) -> str:

@@ -8,6 +8,7 @@ the work grows with them and with the changes, not with parameters times moments
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from weakref import WeakKeyDictionary
 
 from diagkit.trace.rank import RankTrace
 from diagkit.trace.schema import ABSENT, Row
@@ -21,7 +22,6 @@ class Timeline:
     """
 
     def __init__(self, rank: RankTrace) -> None:
-        self.rank = rank
         edges = {0, len(rank.rows)}
         for moment in rank.moments:
             for change in moment.changes:
@@ -29,12 +29,12 @@ class Timeline:
         edges.update(i for i in range(1, len(rank.rows)) if _kind(rank.rows[i]) != _kind(rank.rows[i - 1]))
         self._edges = sorted(edges)
         self.stretches = tuple(range(a, b) for a, b in zip(self._edges, self._edges[1:], strict=False))
-        self.numbers: tuple[tuple[int, ...], ...] = tuple(zip(*self._columns(), strict=True))
+        self.numbers: tuple[tuple[int, ...], ...] = tuple(zip(*self._columns(rank), strict=True))
 
-    def _columns(self) -> list[list[int]]:
+    def _columns(self, rank: RankTrace) -> list[list[int]]:
         now = [ABSENT] * len(self.stretches)
         columns = []
-        for moment in self.rank.moments:
+        for moment in rank.moments:
             if moment.key:
                 now = [ABSENT] * len(now)
             for change in moment.changes:
@@ -44,9 +44,21 @@ class Timeline:
             columns.append(now.copy())
         return columns
 
+    @classmethod
+    def of_rank(cls, rank: RankTrace) -> Timeline:
+        """The rank's timeline, made once as long as nothing is added to the trace."""
+        size = len(rank.rows), len(rank.moments)
+        known = _known.get(rank)
+        if known is None or known[0] != size:
+            known = _known[rank] = size, cls(rank)
+        return known[1]
+
     def of(self, row: int) -> tuple[int, ...]:
         """One row's facts, moment by moment."""
         return self.numbers[bisect_right(self._edges, row) - 1]
+
+
+_known: WeakKeyDictionary[RankTrace, tuple[tuple[int, int], Timeline]] = WeakKeyDictionary()
 
 
 def _kind(row: Row) -> tuple[str, str, str]:
