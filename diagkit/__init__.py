@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from diagkit.live import explain, inspect
     from diagkit.remedy import guard
     from diagkit.trace import open_trace
+    from diagkit.views import explore
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 _HOMES: dict[str, str] = {
     "attach": "diagkit.capture",
     "explain": "diagkit.live",
+    "explore": "diagkit.views",
     "guard": "diagkit.remedy",
     "inspect": "diagkit.live",
     "open_trace": "diagkit.trace",
@@ -31,7 +33,7 @@ _HOMES: dict[str, str] = {
 # Rooms that are part of the public face as they are, such as ``diagkit.lab``.
 _ROOMS: frozenset[str] = frozenset({"errors", "lab"})
 
-__all__ = ["__version__", "attach", "explain", "guard", "inspect", "open_trace", "record"]
+__all__ = ["__version__", "attach", "explain", "explore", "guard", "inspect", "open_trace", "record"]
 
 
 def __getattr__(name: str) -> object:

@@ -11,20 +11,33 @@ from typing import TYPE_CHECKING, Any
 from diagkit.errors import MissingDependency
 
 if TYPE_CHECKING:
+    from diagkit.views.explorer import Explorer, explore
     from diagkit.views.figure import ViewFigure
     from diagkit.views.grid import rank_grid
-    from diagkit.views.lifeline import lifeline
+    from diagkit.views.lifelines import lifeline
     from diagkit.views.maps import before_after, residency_map
     from diagkit.views.matrix import outcome_matrix
     from diagkit.views.volumes import bytes_by_device
 
-__all__ = ["ViewFigure", "before_after", "bytes_by_device", "lifeline", "outcome_matrix", "rank_grid", "residency_map"]
+__all__ = [
+    "Explorer",
+    "ViewFigure",
+    "before_after",
+    "bytes_by_device",
+    "explore",
+    "lifeline",
+    "outcome_matrix",
+    "rank_grid",
+    "residency_map",
+]
 
 _HOMES = {
+    "Explorer": "explorer",
     "ViewFigure": "figure",
     "before_after": "maps",
     "bytes_by_device": "volumes",
-    "lifeline": "lifeline",
+    "explore": "explorer",
+    "lifeline": "lifelines",
     "outcome_matrix": "matrix",
     "rank_grid": "grid",
     "residency_map": "maps",
