@@ -71,7 +71,7 @@ class Exports:
             if storage in export.live and (inner := internals.innermost(tensor)) is not None:
                 place = StorageWeakRef(inner.untyped_storage())
                 export.lent.append((name, Lent(place, internals.storage_uses(place.cdata), key)))
-        export.passed.append((name, shape_of(tensor), key, storage))
+            export.passed.append((name, shape_of(tensor), key, storage))
         export.count += 1
 
     def tell(self) -> None:
