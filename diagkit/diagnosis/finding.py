@@ -12,7 +12,7 @@ from diagkit.language import tr, trn
 from diagkit.trace.patterns import compress
 from diagkit.trace.schema import Cause
 from diagkit.trace.spans import spans_text
-from diagkit.trace.values import printable
+from diagkit.trace.values import middle, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Finding:
         out = [head + ("" if self.lasting else " " + tr("(gone by the end)"))]
         if self.follows:
             out.append("  " + tr("follows from {code}: mend that first", code=self.follows))
-        where = self.where
+        where = [middle(pattern, 160) for pattern in self.where]
         shown = ", ".join(where[:width]) + (
             trn(" and {count} more", " and {count} more", len(where) - width) if len(where) > width else ""
         )
@@ -241,7 +241,9 @@ class Findings(list[Finding]):
         head, *rest = repr(self).splitlines()[:1] or [""]
         parts = [f"<div class='diagkit-findings'><b>{html.escape(head)}</b>", *rest]
         for n, f in enumerate(self):
-            where = html.escape("; ".join(f.where[:3])) + (" …" if len(f.where) > 3 else "")
+            where = html.escape("; ".join(middle(pattern, 160) for pattern in f.where[:3])) + (
+                " …" if len(f.where) > 3 else ""
+            )
             cells = [
                 (tr("where"), f"<code>{where}</code> {html.escape(f.residency)}"),
                 (tr("ranks"), html.escape(ranks_text(f.ranks, f.world_size))),

@@ -12,6 +12,10 @@ from dataclasses import dataclass, replace
 from diagkit.trace.patterns import compress
 from diagkit.trace.reader import RankTrace
 from diagkit.trace.schema import BUFFER, PARAMETER, Moment, Residency, Row
+from diagkit.trace.values import middle, printable
+
+#: Characters of one cell of the plain form; names in a trace may be absurdly long.
+WIDTH = 120
 
 __all__ = ["ResidencyLine", "ResidencyTable", "rank_of"]
 
@@ -115,7 +119,8 @@ class ResidencyTable:
         for line in self.lines:
             place = (line.storage_device or "?") + (" pinned" if line.pinned else "")
             notes = ["SPLIT"] * line.split + ([line.kind] if line.kind == BUFFER else []) + list(line.notes)
-            rows.append((line.name, line.metadata_device, place, ", ".join(notes)))
+            cells = (line.name, line.metadata_device, place, ", ".join(notes))
+            rows.append(tuple(printable(middle(cell, WIDTH)) for cell in cells))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         text = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self.heading, *text] if self.heading else text)
@@ -156,6 +161,8 @@ def _notes(facts: Residency) -> tuple[str, ...]:
         notes.append(f"says {facts.dtype}, holds {facts.storage_dtype}")
     if not facts.shape_agrees:
         notes.append("shapes disagree")
+    if facts.unwritten:
+        notes.append("nothing written yet")
     if facts.shares == "tie":
         notes.append("tied")
     elif facts.shares == "written":

@@ -135,6 +135,15 @@ def clip(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def middle(text: str, limit: int) -> str:
+    """The text with its middle left out where it is longer: of a name, both ends tell something.
+
+    >>> middle("model.layers.0.self_attn.q_proj.weight", 20)
+    'model....proj.weight'
+    """
+    return text if len(text) <= limit else f"{text[: limit // 3]}...{text[limit // 3 + 3 - limit :]}"
+
+
 def printable(text: str) -> str:
     """The text with control and direction characters written out: traces come from strangers."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

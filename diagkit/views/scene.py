@@ -7,6 +7,7 @@ purpose.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import unicodedata
 from collections.abc import Iterator
@@ -114,15 +115,19 @@ def clean(text: str) -> str:
 
 def shorten(text: str, limit: float, size: float, bold: bool = False) -> str:
     """The text, its middle left out so that it is at most ``limit`` pixels wide."""
-    if text_width(text, size, bold) <= limit:
+    room = int(5 * limit / size) + 2  # no letter is narrower than a fifth of its size: what lies between never shows
+    if len(text) > 2 * room:
+        text = text[:room] + text[-room:]
+    elif text_width(text, size, bold) <= limit:
         return text
-    # The end of a qualified name tells more than its beginning.
-    for keep in range(len(text) - 2, 1, -1):
-        tail = (2 * keep + 2) // 3
-        short = f"{text[: keep - tail]}…{text[-tail:]}"
-        if text_width(short, size, bold) <= limit:
-            return short
-    return "…"
+
+    def keeping(count: int) -> str:
+        tail = (2 * count + 2) // 3  # the end of a qualified name tells more than its beginning
+        return f"{text[: count - tail]}…{text[-tail:]}"
+
+    counts = range(2, len(text) - 1)
+    fit = bisect.bisect_right(counts, limit, key=lambda count: text_width(keeping(count), size, bold))
+    return keeping(counts[fit - 1]) if fit else "…"
 
 
 def wrap(text: str, limit: float, size: float, lines: int = 2, breaks: str = " ", bold: bool = False) -> list[str]:
