@@ -163,7 +163,8 @@ def _healthy(story: Story) -> tuple[str, str]:
             if _number(story) == 1
             else msg("{tensors} stay on {place}{through}")
         )
-        title = tr(text, tensors=of, place=place, through=f",{through}" if pinned and through else through)
+        comma = "," if pinned and through else ""
+        title = tr(text, tensors=of, place=place, through=comma + through)
         return title if story.subject else _capital(title), tr(text, tensors=of, place=place, through="")
     journey = " → ".join(path[:5]) + (" → …" if len(path) > 5 else "")
     title = tr(
@@ -219,7 +220,7 @@ def _all(story: Story) -> str:
     if number == 2:
         return tr("both parameters") if _parameters(story) else tr("both tensors")
     text = msg("all {count} parameters") if _parameters(story) else msg("all {count} tensors")
-    return tr(text, count=f"{number:,}")
+    return tr(text, count=format(number, ","))
 
 
 def _listed(names: list[str]) -> str:

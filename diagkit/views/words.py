@@ -145,7 +145,9 @@ def left_out(told: Sequence[tuple[Story, Verdict, str]], lines: Page) -> str:
     elif parts:
         sentence = tr("Shown: {what}; the others repeat what is shown.", what=", ".join(parts))
     if lines.left_out:
-        sentence += " " + tr("{count} tensors have further histories; rows= shows more.", count=f"{lines.left_out:,}")
+        sentence += " " + tr(
+            "{count} tensors have further histories; rows= shows more.", count=format(lines.left_out, ",")
+        )
     return sentence.strip()
 
 
@@ -160,7 +162,7 @@ def other_ranks(trace: Trace, story: Story, phase: str | None, only: Names = Non
     if not others:
         return ""
     if len(others) > RANK_LIMIT:
-        return tr("{count} other ranks not compared", count=f"{len(others):,}")
+        return tr("{count} other ranks not compared", count=format(len(others), ","))
     kinds = tuple(dict.fromkeys(kind for kind, *_ in story.tensors))
     unlike: list[int] = []
     where: dict[str, None] = {}
