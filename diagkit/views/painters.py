@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -76,11 +77,13 @@ def _shape(shape: object) -> str:
             ends = f'x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"'
             return f'<line {ends} stroke="{colour}" stroke-width="{_n(width)}"/>'
         case Text(x, y, text, size, colour, bold, anchor, tip):
-            # textLength: whatever font the page has, the text takes the room that was measured for it.
+            # textLength: whatever font the page has, the text takes the room that was measured for it. Of another
+            # script only an upper bound is known, which would stretch it.
             attributes = f'x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}" fill="{colour}"'
             attributes += ' font-weight="bold"' if bold else ""
             attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
-            attributes += f' textLength="{_n(shape.width)}" lengthAdjust="spacingAndGlyphs"' if len(text) > 1 else ""
+            if len(text) > 1 and all(unicodedata.east_asian_width(character) not in "WF" for character in text):
+                attributes += f' textLength="{_n(shape.width)}" lengthAdjust="spacingAndGlyphs"'
             return _tipped("text", attributes, escape(text), tip)
     raise TypeError(f"no such shape: {shape!r}")
 
