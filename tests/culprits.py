@@ -144,3 +144,22 @@ def continue_a_text(bench: Any) -> torch.Tensor:
 
 def add_a_bias(model: nn.Module) -> None:
     model.get_submodule("head").bias = nn.Parameter(torch.zeros(37))
+
+
+def evaluate_and_step(bench: Any) -> None:
+    bench.loss().backward()
+    with torch.no_grad():
+        bench.loss()
+    bench.optimizer.step()
+
+
+def read_a_parameter(model: nn.Module) -> torch.Tensor:
+    return model.get_submodule("embed").weight.full_tensor()  # type: ignore[operator, union-attr]
+
+
+def call_a_child(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model.get_submodule("embed")(tokens)  # type: ignore[no-any-return]
+
+
+def give_memory(model: nn.Module, device: str) -> None:
+    model.to_empty(device=device)

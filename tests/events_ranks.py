@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ import culprits
 import torch
 import torch.distributed as dist
 from diagnosis_ranks import Lab
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -135,6 +137,165 @@ def dk803_set_in_time(lab: Lab) -> None:
             bench.train()
 
 
+# ---- what is handed out
+
+
+def _weights(bench: Bench) -> dict[str, Any]:
+    options = StateDictOptions(cpu_offload=True)  # which copies nothing: the parameters are on the CPU
+    return get_model_state_dict(bench.model, options=options)
+
+
+def _values(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value.to_local().clone() for name, value in tensors.items() if isinstance(value, DTensor)}
+
+
+def _changed(held: dict[str, Any], values: dict[str, torch.Tensor]) -> int:
+    return sum(not torch.equal(held[name].to_local(), value) for name, value in values.items())
+
+
+@scenario(ranks=2)
+def dk204(lab: Lab) -> None:
+    """Exported, kept, and read after the next step: other values."""
+    bench = build(DECODER, "pinned")
+    with lab.recorded(bench) as rec:
+        with rec.phase("export"):
+            held = dict(rec.exported(_weights(bench).items()))
+        exported = _values(held)
+        with rec.phase("train"):
+            culprits.train(bench)
+        lab.answer["changed"] = _changed(held, exported)
+        with rec.phase("remedy"):
+            copies = {name: value.clone() for name, value in rec.exported(_weights(bench).items())}
+        del held
+        exported = _values(copies)
+        with rec.phase("train"):
+            culprits.train(bench)
+        lab.answer["changed then"] = _changed(copies, exported)
+
+
+@scenario(ranks=2)
+def dk204_half_way(lab: Lab) -> None:
+    """A step between two tensors of one export, which is not over yet."""
+    bench = build(DECODER, "pinned")
+    with lab.recorded(bench) as rec, rec.phase("export"):
+        kept = []
+        for name, value in rec.exported(_weights(bench).items()):
+            kept.append(value)
+            if name == "layers.0.mlp.up.weight":
+                culprits.train(bench)
+
+
+@scenario(ranks=2)
+def dk204_read_in_time(lab: Lab) -> None:
+    """Each tensor is copied as it comes; nothing is held when the step writes."""
+    bench = build(DECODER, "pinned")
+    with lab.recorded(bench) as rec:
+        for _ in range(2):
+            with rec.phase("export"):
+                sent = [value.to_local().sum() for _, value in rec.exported(_weights(bench).items())]
+            with rec.phase("train"):
+                culprits.train(bench)
+        lab.answer["sent"] = len(sent)
+
+
+@scenario(ranks=2, group="alone")
+def dk403(lab: Lab) -> None:
+    """Weights on the CPU, and a channel that was made for the accelerator."""
+    bench = build(DECODER, "pinned")
+    with lab.recorded(bench) as rec:
+        with rec.phase("train"):
+            bench.train()
+        lab.fails(rec, "export", lambda: culprits.send(rec.exported(_whole(bench, "cpu"))))
+        with rec.phase("remedy"):
+            lab.answer["sent"] = culprits.send(rec.exported(_whole(bench, "npu")))
+
+
+def _whole(bench: Bench, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in bench.model.state_dict().items():
+        yield name, value.to("npu").full_tensor().to(device)
+
+
+@scenario()
+def dk403_hard_coded(lab: Lab) -> None:
+    bench = build(DECODER, "pinned")
+    with lab.recorded(bench) as rec:
+        lab.fails(rec, "export", lambda: [culprits.stage(value) for _, value in rec.exported(_whole(bench, "cpu"))])
+
+
+# ---- buffers that hold no values, or each rank's own
+
+
+@scenario(ranks=2)
+def dk502(lab: Lab) -> None:
+    """Built on meta, given memory, loaded: the buffer that no checkpoint holds has whatever the memory held."""
+    like = build(DECODER, "pinned")
+    bench = build(DECODER, "pinned", on_meta=True)
+    with lab.recorded(bench) as rec:
+        with rec.phase("init"):
+            culprits.give_memory(bench.model, "cpu")
+        with rec.phase("load"):
+            bench.model.load_state_dict(like.model.state_dict())
+            culprits.buffers_to_device(bench.model, "npu")
+        lab.look("live", bench)
+        with rec.phase("eval"):
+            lab.answer["right"] = _output(bench) == _output(like)
+        with rec.phase("remedy"), torch.no_grad():
+            bench.model.get_buffer("scale").copy_(like.model.get_buffer("scale"))
+        lab.answer["right then"] = _output(bench) == _output(like)
+        lab.cured(rec, bench)
+
+
+def _output(bench: Bench) -> float:
+    with torch.no_grad():
+        return float(bench.loss())
+
+
+@scenario(ranks=2)
+def dk502_made_anew(lab: Lab) -> None:
+    """What most libraries do: the buffer is computed again and put in its place. In one block without phases."""
+    like = build(DECODER, "pinned")
+    bench = build(DECODER, "pinned", on_meta=True)
+    with lab.recorded(bench):
+        culprits.give_memory(bench.model, "cpu")
+        bench.model.load_state_dict(like.model.state_dict())
+        bench.model.register_buffer("scale", torch.linspace(0.5, 1.5, 11).to("npu"), persistent=False)
+        lab.answer["right"] = _output(bench) == _output(like)
+
+
+@scenario(ranks=2)
+def dk502_by_rank(lab: Lab) -> None:
+    """Rank 0 alone computes the buffer; only the opt-in probe sees it."""
+    bench = build(DECODER, "pinned")
+    if lab.rank:
+        with torch.no_grad():
+            bench.model.get_buffer("scale").zero_()
+    before = bench.model.get_buffer("scale").clone()
+    with dk.record(bench.model, bench.optimizer, out=lab.folder, values=("buffers", "parameters")) as rec:
+        with rec.phase("eval"):
+            _output(bench)
+        lab.answer["unchanged"] = torch.equal(before, bench.model.get_buffer("scale"))
+        with rec.phase("remedy"):
+            for buffer in bench.model.buffers():
+                dist.broadcast(buffer, src=0)
+        with rec.phase("eval"):
+            _output(bench)
+    with dk.record(bench.model, bench.optimizer, out=lab.folder / "unasked") as rec, rec.phase("eval"):
+        _output(bench)
+
+
+@scenario(ranks=2)
+def dk502_statistics(lab: Lab) -> None:
+    """Batch statistics begin alike and go their own ways, as those of FSDP do."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to("npu")
+    fully_shard(model)
+    with dk.record(model, out=lab.folder, values=("buffers",)) as rec:
+        for _ in range(2):
+            with rec.phase("train"):
+                model(torch.randn(8, 4).add_(lab.rank).to("npu")).sum().backward()
+    lab.answer["mean"] = model[1].running_mean.cpu().tolist()
+
+
 # ---- detail "full"
 
 
@@ -230,10 +391,10 @@ def _lives(lab: Lab, bench: Bench, like: Bench) -> None:
 
 
 def run(folder: Path, only: str = "") -> dict[str, list[dict[str, Any] | None]]:
-    """Every scenario whose name holds ``only``, each on fresh ranks."""
+    """Every scenario whose name begins with one of ``only`` (divided by commas), each on fresh ranks."""
     results = {}
     for name, (function, ranks, group) in SCENARIOS.items():
-        if only not in name:
+        if not name.startswith(tuple(only.split(","))):
             continue
 
         def work(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -32,16 +32,19 @@ def record(
     engine: object | None = None,
     job: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    values: Iterable[str] = (),
 ) -> Iterator[Recorder]:
     """Records where every tensor of the model and optimizer lives while the block runs; one file a rank in the
     folder ``out``.
 
     Several models are told apart by ``{"actor": actor, "ref": ref}``. ``detail``: ``"phases"`` looks at the edges
     of phases alone, ``"transitions"`` also at every observed call that moves something, ``"full"`` also at unshard
-    and reshard, gradients and device copies.
+    and reshard, gradients and device copies. ``values=("buffers",)`` (also ``"parameters"``) adds a digest of each
+    local tensor of up to 16 MiB at the edges of phases, by which ranks can be held beside each other; it reads every
+    byte of them, and waits for an accelerator on which they are.
 
     Raises:
-        UsageError: an unknown detail, something that is no model, or ``out`` that names no folder.
+        UsageError: an unknown detail or kind of values, something that is no model, or ``out`` that names no folder.
         TraceError: the folder is a file, or holds a trace already (``overwrite=True`` replaces it). A folder that
             cannot be written is a warning, and the block runs unrecorded.
 
@@ -53,7 +56,9 @@ def record(
     """
     if out is None:
         raise no_folder(out)
-    recorder = start(model, optimizer, out=out, detail=detail, engine=engine, job=job, overwrite=overwrite)
+    recorder = start(
+        model, optimizer, out=out, detail=detail, engine=engine, job=job, overwrite=overwrite, values=values
+    )
     try:
         del model, optimizer, engine, job  # this frame lives as long as the block: it must not keep them alive
         yield recorder

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -69,13 +69,14 @@ def attach(
     job: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     on_failure: Callable[[BaseException], None] | None = None,
+    values: Iterable[str] = (),
 ) -> Attachment:
     """Records each of an engine's own operations as a phase, until ``.detach()``.
 
     The engine is any object with some of the methods of `OPERATIONS`; ``operations`` names others,
     ``{"dump": "save"}``. Its models and optimizers are found by themselves, also those that it makes later. Without
     ``out`` the trace stays in memory (``.trace``); ``recorder`` joins one that is already at work (or a function
-    that gives it, once it has begun), and ``label`` tells the engine's model apart there.
+    that gives it, once it has begun), and ``label`` tells the engine's model apart there. ``values`` as for `record`.
 
     Raises:
         UsageError: no operation to watch, or a name in ``operations`` that the engine does not have.
@@ -91,7 +92,7 @@ def attach(
     names = _names(engine, operations)
     own = recorder is None
     if recorder is None:
-        recorder = start(None, out=out, detail=detail, job=job, overwrite=overwrite)
+        recorder = start(None, out=out, detail=detail, job=job, overwrite=overwrite, values=values)
     return Attachment(engine, recorder, names, label, own, on_failure)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from diagkit.capture.process import describe
 from diagkit.capture.recorder import Recorder
+from diagkit.capture.values import kinds_of
 from diagkit.errors import TraceError, UsageError
 from diagkit.trace.schema import DETAILS, Header
 from diagkit.trace.writer import MemorySink, NullSink, TraceWriter
@@ -31,12 +32,13 @@ def start(
     overwrite: bool = False,
     wants: Callable[[str], bool] = lambda name: True,
     limit: int = 0,
+    values: Iterable[str] = (),
 ) -> Recorder:
     """A recorder at work; ``out=None`` keeps the trace in memory. ``wants`` says of a tensor's name whether it is
-    watched; at a size of ``limit`` bytes (0: none) the trace keeps failures only.
+    watched; at a size of ``limit`` bytes (0: none) the trace keeps failures only; ``values`` as for `record`.
 
     Raises:
-        UsageError: unknown detail, something that is no model, or ``out`` that names no folder.
+        UsageError: unknown detail or values, something that is no model, or ``out`` that names no folder.
         TraceError: the folder is a file, or holds a trace already. A folder that cannot be written is a warning.
     """
     if detail not in DETAILS:
@@ -50,7 +52,8 @@ def start(
                 found=type(root).__name__,
                 expected='a torch.nn.Module, or several as {"actor": actor, "ref": ref}',
             )
-    recorder = Recorder(_writer(out, _header(detail, run, job), overwrite, limit), detail, wants)
+    probed = kinds_of(values)
+    recorder = Recorder(_writer(out, _header(detail, run, job), overwrite, limit), detail, wants, probed)
     try:
         recorder.watch(model, optimizer, engine)
         if detail != "phases":

@@ -16,7 +16,7 @@ from torch import nn
 
 from diagkit import torch_internals as internals
 from diagkit.capture.facts import OptimizerWatch, nowhere
-from diagkit.capture.residency import NO_STORAGE, SHAPE_AGREES, Key, read, read_managed
+from diagkit.capture.residency import NO_STORAGE, SHAPE_AGREES, UNWRITTEN, Key, read, read_managed
 
 #: Key and storage of a tensor that is not there.
 GONE: tuple[None, int] = (None, NO_STORAGE)
@@ -78,12 +78,18 @@ class Slot:
 class Buffer:
     """One place in a module that holds a buffer."""
 
-    __slots__ = ("module", "name", "tie")
+    __slots__ = ("_given", "module", "name", "tie", "unwritten")
 
     def __init__(self, module: weakref.ref[nn.Module], name: str, tie: bool) -> None:
         self.module: Callable[[], nn.Module | None] = module
         self.name = name
         self.tie = tie
+        self.unwritten = False  # it was on meta, and nothing has been written into the bytes that it got
+        self._given = 0  # id of the tensor that it was then
+
+    def become(self, other: Buffer) -> None:
+        """The place has been looked at anew."""
+        self.module, self.name, self.tie = other.module, other.name, other.tie
 
     def leave(self) -> None:
         """The model has no such place any more."""
@@ -102,6 +108,14 @@ class Buffer:
         if tensor is None:
             return GONE
         key, storage = read(tensor, None, known, storage)
+        if tensor.is_meta:
+            self.unwritten, self._given = True, 0
+        elif self.unwritten:
+            self._given = self._given or id(tensor)
+            # Another tensor brings values of its own; another storage in the same one (`.data`) may be a mere move.
+            self.unwritten = self._given == id(tensor) and not internals.was_written(tensor)
+        if self.unwritten and not tensor.is_meta:
+            key = (*key, UNWRITTEN)
         return ((*key, "tie"), storage) if self.tie else (key, storage)
 
 

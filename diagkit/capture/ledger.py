@@ -7,7 +7,7 @@ from typing import Any
 from diagkit.capture.changes import exchanged_rows
 from diagkit.capture.inventory import Inventory
 from diagkit.capture.phases import Phases
-from diagkit.trace.schema import FAILURE, MARK, Change, Row
+from diagkit.trace.schema import FAILURE, GROUP, MARK, Change, Row
 from diagkit.trace.writer import TraceWriter
 
 #: Faults of our own that are told, each once.
@@ -27,15 +27,20 @@ class Ledger:
     def _define(self, rows: list[Row], local_shapes: list[tuple[int, ...] | None]) -> None:
         self.writer.table(rows, local_shapes, self._phases.current.ordinal)
 
-    def read(self, kinds: frozenset[str], stepped: bool = False, afresh: bool = False) -> list[Change]:
+    def read(
+        self, kinds: frozenset[str], stepped: bool = False, afresh: bool = False, edge: bool = False
+    ) -> list[Change]:
         """Reads all of these kinds; what changed, which the next moment tells. ``stepped``: after an optimizer's step,
-        which changes no residency but by the states that it makes the first time."""
+        which changes no residency but by the states that it makes the first time, and leaves gathered groups stale."""
         if self.inventory.dirty:
             self.inventory.look_again()
-        if stepped and not self.inventory.new_states():
-            return []
+        if stepped:
+            stale = self.inventory.gathered.stepped()
+            if not stale and not self.inventory.new_states():
+                return []
+            kinds |= {GROUP}
         try:
-            changes = self.inventory.scan(kinds, afresh)
+            changes = self.inventory.scan(kinds, afresh, edge)
         except BaseException:
             self.writer.ask_key()  # what was read before is told with the next whole state
             raise
@@ -52,7 +57,7 @@ class Ledger:
 
     def moment(self, kind: str, label: str, kinds: frozenset[str], **more: Any) -> None:
         """Reads all of these kinds, and tells it."""
-        self.read(kinds, afresh=kind in (MARK, FAILURE) or self.writer.wants_key())
+        self.read(kinds, afresh=kind in (MARK, FAILURE) or self.writer.wants_key(), edge=kind != FAILURE)
         self.write(kind, label, **more)
 
     def write(self, kind: str, label: str, phase: int | None = None, **more: Any) -> None:

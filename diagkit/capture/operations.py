@@ -16,6 +16,7 @@ class Operation:
     notable: bool = True  # a moment even when nothing changed; otherwise only when something did
     looks: bool = False  # only reads: it moves nothing itself, though a call inside it may
     full: bool = False  # for recorders of detail "full" alone
+    writes: bool = False  # into parameters
 
     def covers(self, inner: Operation) -> bool:
         """Whether who hears of a call of this needs not hear of one inside it: only a move is told inside all but a
@@ -36,9 +37,10 @@ def _initialised(state: Any, *_: Any) -> bool:
 
 
 APPLY = Operation("Module._apply", "model")
+LOAD = Operation("Module.load_state_dict", "model", writes=True)
 RESET = Operation("FSDPParam.reset_sharded_param", "model", notable=False)
 BACKWARD_END = Operation("backward end", "nothing", notable=False)
-STEP = Operation("Optimizer.step", "states", notable=False)
+STEP = Operation("Optimizer.step", "states", notable=False, writes=True)
 SHARD = Operation("fully_shard", "structure", notable=False)
 BUILD = Operation("Optimizer.__init__", "nothing", notable=False)
 BACKWARD = Operation("backward", "nothing", notable=False, full=True)
@@ -56,11 +58,24 @@ Place = tuple[str, str, str, Operation, Callable[..., bool] | None]
 PLACES: tuple[Place, ...] = (
     ("torch.nn.modules.module", "Module", "_apply", APPLY, None),
     ("torch.nn.modules.module", "Module", "state_dict", Operation("Module.state_dict", "model", looks=True), None),
-    ("torch.nn.modules.module", "Module", "load_state_dict", Operation("Module.load_state_dict", "model"), None),
+    (
+        "torch.nn.modules.module",
+        "Module",
+        "load_state_dict",
+        Operation("Module.load_state_dict", "model", writes=True),
+        None,
+    ),
     ("torch.optim.optimizer", "Optimizer", "state_dict", Operation("Optimizer.state_dict", "states", looks=True), None),
     ("torch.optim.optimizer", "Optimizer", "__init__", BUILD, None),
     ("torch.optim.optimizer", "Optimizer", "load_state_dict", Operation("Optimizer.load_state_dict", "states"), None),
     ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule", "_apply", APPLY, None),
+    (
+        "torch.distributed.fsdp._fully_shard._fully_shard",
+        "FSDPModule",
+        "reshard",
+        Operation("FSDPModule.reshard", "groups", notable=False),
+        None,
+    ),
     ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "reset_sharded_param", RESET, None),
     ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup", "__init__", SHARD, None),
     (
@@ -96,7 +111,7 @@ PLACES: tuple[Place, ...] = (
         "torch.distributed.checkpoint.state_dict",
         "",
         "_load_model_state_dict",
-        Operation("set_model_state_dict", "model"),
+        Operation("set_model_state_dict", "model", writes=True),
         None,
     ),
     (
@@ -117,9 +132,10 @@ PLACES: tuple[Place, ...] = (
         "torch.distributed.checkpoint.state_dict_loader",
         "",
         "_load_state_dict",
-        Operation("dcp.load", "everything"),
+        Operation("dcp.load", "everything", writes=True),
         None,
     ),
+    ("diagkit.remedy.healing", "", "mend_all", Operation("dk.heal", "everything"), None),
     # `torch.autograd.backward` and `Tensor.backward` call it by this name.
     ("torch.autograd", "", "_engine_run_backward", BACKWARD, None),
     (_GROUP, "FSDPParamGroup", "_to_unsharded", UNSHARD, None),

@@ -13,14 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from diagkit import torch_internals as internals
 from diagkit.capture.changes import merge
-from diagkit.capture.entries import Slot
+from diagkit.capture.entries import Buffer, Slot
 from diagkit.capture.glance import STRIDE, Signature, glance
 from diagkit.capture.residency import decode, quiet
+from diagkit.capture.values import digest
 from diagkit.trace.schema import ABSENT, GRADIENT, OPTIMIZER, PARAMETER, TENSOR_KINDS, Change, Facts, Row
 
 Shape = tuple[int, ...] | None
-#: What a key may end with: `Residency.shares`.
-SHARES = ("tie", "apart", "parameter", "written")
 
 
 class Readings:
@@ -46,6 +45,9 @@ class Readings:
         self._undefined: list[list[Row]] = []  # rows that the trace has no name for yet
         self._glances: dict[int, Signature | None] = {}  # first row of a stride -> its last signature
         self._parameters = 0  # counts up when a parameter may have been exchanged
+        self.probed: frozenset[str] = frozenset()  # kinds whose values are asked for
+        self._digests: dict[int, bytes | None] = {}
+        self._edge = False  # values are read now
         self._afresh = False  # read also what a storage that is still the same one cannot change
 
     def of(self, kind: str, model: str | None = None) -> Iterator[int]:
@@ -61,7 +63,7 @@ class Readings:
             number = self.index.get((row.kind, row.model, row.name, row.part))
             if number is None:
                 new.append((row, entry))
-            elif isinstance(known := self.entries[number], Slot):
+            elif isinstance(known := self.entries[number], (Slot, Buffer)):
                 known.become(entry)  # gradients and optimizer states look through the same slot
             else:
                 self.entries[number] = entry
@@ -110,19 +112,21 @@ class Readings:
         except Exception:  # the reading of the row itself will tell why
             return None
 
-    def scan(self, kinds: frozenset[str], afresh: bool) -> list[Change]:
+    def scan(self, kinds: frozenset[str], afresh: bool, edge: bool = False) -> list[Change]:
         """Reads all rows of these kinds; what changed since they were last read.
 
-        ``afresh`` asks again whether memory is pinned that was there before: it can be page-locked in place.
+        ``afresh`` asks again whether memory is pinned that was there before: it can be page-locked in place. At the
+        ``edge`` of a phase the values of probed kinds are read, too.
         """
         changes: list[Change] = []
-        self._afresh = afresh
+        self._edge = edge and bool(self.probed)
+        self._afresh = afresh or self._edge
         with quiet():
             if self._undefined:
                 self.shielded("tables", self._define_all)
             for kind, block in self.blocks:
                 if kind in kinds:
-                    read_row = self._read_tensors if kind in TENSOR_KINDS else self._read_facts
+                    read_row = self._reader_of(kind)
                     rows = self._worth_reading(kind, block)
                     for _ in block:  # one row that cannot be read must not hide those behind it
                         if self.shielded(kind, read_row, rows, changes):
@@ -170,6 +174,22 @@ class Readings:
             if storage != held or key != known:
                 self.note(row, key, storage, changes)
 
+    def _reader_of(self, kind: str) -> Callable[[Iterator[int], list[Change]], None]:
+        if kind in self.probed:
+            return self._read_values
+        return self._read_tensors if kind in TENSOR_KINDS else self._read_facts
+
+    def _read_values(self, rows: Iterator[int], changes: list[Change]) -> None:
+        for row in rows:
+            key, storage = self.entries[row].read(None if self._afresh else self._keys[row], self._storages[row])
+            if self._edge:
+                tensor = self.entries[row].tensor()
+                self._digests[row] = None if tensor is None else digest(tensor)
+            if key is not None and (found := self._digests.get(row)) is not None:
+                key = (*key, found)
+            if storage != self._storages[row] or key != self._keys[row]:
+                self.note(row, key, storage, changes)
+
     def _read_facts(self, rows: Iterator[int], changes: list[Change]) -> None:
         for row in rows:
             facts = self.entries[row].read()
@@ -200,8 +220,7 @@ class Readings:
             return ABSENT
         number = self._known.get(key)
         if number is None:
-            shared = isinstance(key[-1], str) and key[-1] in SHARES
-            number = self._known[key] = self._number(decode(key[:-1], key[-1]) if shared else decode(key))
+            number = self._known[key] = self._number(decode(key))
         return number
 
     def _hold(self, row: int, storage: int) -> StorageWeakRef | None:

@@ -17,19 +17,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 
 from diagkit.capture import hooks
 from diagkit.capture.cause import from_stack, from_traceback, marks_of, message_of
-from diagkit.capture.entries import shape_of
 from diagkit.capture.failures import failure_of
+from diagkit.capture.handed import Exports
 from diagkit.capture.hooks import Call
 from diagkit.capture.inventory import EVERYTHING, MODEL, STATES
 from diagkit.capture.ledger import Ledger
 from diagkit.capture.operations import APPLY, BACKWARD, LOOKS, STEP, Operation
 from diagkit.capture.phases import OpenPhase, Phases
-from diagkit.capture.residency import Key, quiet, read
 from diagkit.capture.subjects import subject_name
 from diagkit.trace.schema import (
     CALL,
@@ -37,6 +35,7 @@ from diagkit.trace.schema import (
     EXIT,
     FAILURE,
     GRADIENT,
+    GROUP,
     MARK,
     TENSOR_KINDS,
     Cause,
@@ -50,19 +49,22 @@ _SCOPES: dict[str, frozenset[str]] = {
     "everything": EVERYTHING,
     "nothing": frozenset(),
     "structure": frozenset(),
+    "groups": frozenset((GROUP,)),
 }
 #: Groups and optimizers change by themselves as training goes on; only of tensors is it asked who moved them.
 _TENSORS = frozenset(TENSOR_KINDS)
 _SHOWN = _TENSORS - {GRADIENT}  # what a state dict can hold
-#: An exported tensor: name, shape, key, storage.
-_Reading = tuple[str, tuple[int, ...] | None, Key, int]
 
 
 class Recorder:
     """Watches models and optimizers of this process. Use it through `record`, or `close()` it yourself."""
 
     def __init__(
-        self, writer: TraceWriter, detail: str = "transitions", wants: Callable[[str], bool] = lambda name: True
+        self,
+        writer: TraceWriter,
+        detail: str = "transitions",
+        wants: Callable[[str], bool] = lambda name: True,
+        probed: frozenset[str] = frozenset(),
     ) -> None:
         self._detail = detail
         self.full = detail == "full"
@@ -70,6 +72,8 @@ class Recorder:
         self._lock = threading.RLock()
         self._phases = Phases()
         self._ledger = Ledger(writer, wants, self._phases)
+        self._ledger.inventory.readings.probed = probed
+        self._exports = Exports(self._ledger)
         self._told: tuple[Any, ...] = ()  # marks of the exception told last, so that it is told once on its way up
         self._failed_last = ("", "")  # type and message of the failure told last
         self.activity = 0  # observed calls and phases so far: a sign of life
@@ -139,24 +143,15 @@ class Recorder:
     def exported(self, tensors: Iterable[tuple[str, Any]], label: str | None = None) -> Iterator[tuple[str, Any]]:
         """Passes (name, tensor) pairs of the model with this label (default: the first) through one by one, reads
         where each tensor lives, keeps none."""
-        readings: list[_Reading] = []
+        export = self._safely("export", self._exports.begin, label)
         try:
             for pair in tensors:
-                self._safely("export", self._look, pair, readings)
+                self._safely("export", self._exports.look, export, pair)
                 box = [pair]
                 del pair
                 yield box.pop()  # so that the consumer alone decides how long it lives
         finally:
-            self._safely("export", self._exported, readings, label)
-
-    def _look(self, pair: tuple[str, Any], readings: list[_Reading]) -> None:
-        if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor):
-            with quiet():
-                readings.append((str(pair[0]), shape_of(pair[1]), *read(pair[1])))
-
-    def _exported(self, readings: list[_Reading], label: str | None) -> None:
-        self._ledger.take(self._ledger.inventory.exported(readings, label))
-        self._ledger.write(CALL, f"export: {len(readings)} tensors")
+            self._safely("export", self._exports.end, export)
 
     def failed_outside(self, error: BaseException) -> None:
         """Tells an exception that ends the job, unless it was told last."""
@@ -195,8 +190,8 @@ class Recorder:
             self._ledger.moment(MARK, "end", EVERYTHING)
 
     def _shut(self, reason: str) -> None:
-        self._closed = True
         self._ledger.writer.close(reason)
+        self._closed = True  # last, so that an interrupt before it leaves it to be done again
 
     def _enter(self, name: str, label: str, caller: FrameType) -> OpenPhase:
         self.activity += 1
@@ -231,6 +226,7 @@ class Recorder:
             self._tell_failure(opened.name, opened.ordinal, error)
 
     def _tell_failure(self, name: str, phase: int, error: BaseException) -> None:
+        self._exports.tell()
         cause = from_traceback(name, error.__traceback__)
         failure = failure_of(error, name)
         self._failed_last = (failure.type, failure.message)
@@ -251,6 +247,7 @@ class Recorder:
         """Takes in what changed since the last moment, so that this call is not blamed for it."""
         if call.operation is BACKWARD:
             self._backward = self._cause(call)
+        self._ledger.inventory.gathered.due()
         if call.operation.notable:
             with self._lock:
                 if self._ledger.read(_SCOPES[call.operation.scope] & (_SHOWN if call.operation.looks else _TENSORS)):
@@ -272,13 +269,16 @@ class Recorder:
             if operation.scope == "structure":
                 self._ledger.inventory.dirty = True
                 return
+            if not operation.full and operation is not STEP:
+                self._ledger.inventory.gathered.sharded()
             if operation.scope == "states" and operation is not STEP:
                 self._ledger.inventory.forget_states()
             if operation.looks and LOOKS.issuperset(call.nested):
                 changes: list[Change] = []  # `before` has just read it all
             else:
                 changes = self._ledger.read(_SCOPES[operation.scope], stepped=operation is STEP)
-            if changes or operation.notable:
+            overwritten = operation.writes and self._exports.written()
+            if changes or overwritten or operation.notable:
                 cause = self._cause(call)
                 self._ledger.write(CALL, self._label(cause, operation), cause=cause)
 
@@ -291,6 +291,7 @@ class Recorder:
             self._told = marks_of(error)
             if (id(self), *self._told) in call.raised:
                 return  # told of the call inside, with the line that made it
+            self._exports.tell()
             for outer in call.around():
                 outer.raised.add((id(self), *self._told))
             cause = self._cause(call)

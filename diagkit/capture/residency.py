@@ -137,8 +137,20 @@ def read_managed(
         return _unreadable(param, f"{type(error).__name__}: {error}"[:200]), NO_STORAGE
 
 
-def decode(key: Key, shares: str | None = None) -> Residency:
+#: What a key may end with: `Residency.shares`, the word for `Residency.unwritten`, and, as bytes, a digest.
+SHARES = ("tie", "apart", "parameter", "written")
+UNWRITTEN = "unwritten"
+
+
+def decode(key: Key) -> Residency:
     """The record of a key."""
+    shares = digest = None
+    unwritten = False
+    while isinstance(last := key[-1], bytes) or (isinstance(last, str) and last in (*SHARES, UNWRITTEN)):
+        digest = last.hex() if isinstance(last, bytes) else digest
+        shares = last if last in SHARES else shares
+        unwritten = unwritten or last == UNWRITTEN
+        key = key[:-1]
     if key[0] is None:
         return Residency(metadata_device=str(key[1]), wrapper=str(key[2]), shares=shares, unreadable=str(key[3]))
     wrapper, device, place, dtype, local_dtype, pinned, mesh, agrees, empty, wants_grad, *managed = key
@@ -161,6 +173,8 @@ def decode(key: Key, shares: str | None = None) -> Residency:
         sharded_state=internals.enum_name(state),
         roomy=bool(roomy),
         shares=shares,
+        unwritten=unwritten,
+        digest=digest,
     )
 
 

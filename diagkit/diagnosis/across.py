@@ -1,8 +1,8 @@
 """What ranks show only beside each other: that they disagree, or share a device.
 
-Ranks with the same rows are compared where outermost phases end and where traces end. The cost follows what differs:
-equal histories have equal numbers and are compared once; of those that differ, whole states are held against each
-other, as lists of numbers, where one of them changed.
+Ranks with the same rows are compared where outermost phases begin and end, and where traces end. The cost follows
+what differs: equal histories have equal numbers and are compared once; of those that differ, whole states are held
+against each other, as lists of numbers, where one of them changed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, fields
 from diagkit.diagnosis.finding import Finding
 from diagkit.diagnosis.judge import Hit
 from diagkit.diagnosis.moments import Judged, judged_moments
-from diagkit.diagnosis.rule import Subject, World, find_rules
+from diagkit.diagnosis.rule import Rule, Subject, World, find_rules
 from diagkit.diagnosis.rules.ranks import alike_on_all_ranks
 from diagkit.diagnosis.seats import Seat, seat_of
 from diagkit.language import tr
 from diagkit.trace import RankTrace
-from diagkit.trace.schema import ABSENT, Facts, Moment
+from diagkit.trace.schema import ABSENT, BUFFER, Facts, Moment, Residency
 from diagkit.trace.spans import spans_text
 
-#: Where ranks are compared: ordinal and name of a phase that ends, (-1, "") for the end of the trace.
-Rest = tuple[int, str]
+#: Where ranks are compared: ordinal, name, and whether the phase ends or begins; (-1, "", "last"): the trace ends.
+Rest = tuple[int, str, str]
 
 
 def disagreements(ranks: Iterable[RankTrace]) -> Iterator[Hit]:
@@ -71,6 +71,7 @@ class _Numbers:
         self.facts: list[Facts | None] = [None]
         self._known: dict[Facts, int] = {}
         self._seen: dict[Facts, int] = {}
+        self.values = False  # whether anybody recorded values
 
     def of(self, facts: Facts | None) -> int:
         """The number of a record."""
@@ -83,6 +84,7 @@ class _Numbers:
             if alike is not None and number == len(self.facts):
                 self.facts.append(alike)
             self._seen[facts] = number
+            self.values |= isinstance(facts, Residency) and facts.digest is not None
         return number
 
 
@@ -97,7 +99,7 @@ class _Life:
 
     def __post_init__(self) -> None:
         table = self.table()
-        at = {entry.moment.index: entry for entry in judged_moments(self.rank) if entry.why in ("ends", "last")}
+        at = {entry.moment.index: entry for entry in judged_moments(self.rank) if entry.resting}
         state = moved = 0
         for moment in self.rank.moments:
             if moment.changes or moment.key:
@@ -114,7 +116,9 @@ class _Life:
 
     def _rest(self, entry: Judged) -> Rest:
         phase = self.rank.phases.get(entry.moment.phase)
-        return (-1, "") if entry.why == "last" or phase is None else (phase.ordinal, phase.name)
+        if entry.why == "last" or phase is None:
+            return (-1, "", "last")
+        return (phase.ordinal, phase.name, entry.why)
 
     @property
     def history(self) -> tuple[tuple[Rest, int], ...]:
@@ -139,35 +143,62 @@ class _Life:
 
 def _differences(alike: list[_Life], usual: _Life, numbers: _Numbers) -> Iterator[Hit]:
     """What sets these ranks, all of one history, apart from the usual one: a hit per rank, state and beginning."""
-    (rule,) = find_rules("DK801")
     first = alike[0]
+    began, apart = _beginnings(first, usual, numbers)
+    groups: dict[tuple[str, _Beginning], list[int]] = {}
+    for row, beginning in began.items():
+        groups.setdefault((first.rank.rows[row].kind, beginning), []).append(row)
+    for (kind, began_so), rows in groups.items():
+        here, there = numbers.facts[began_so.here], numbers.facts[began_so.there]
+        rule = None if here is None else _rule(kind, here, there, began_so.agreed)
+        if here is None or rule is None:
+            continue
+        note = tr("beside rank {rank}: {differences}", rank=usual.rank.rank, differences=_told(here, there))
+        lasting = not apart.keys().isdisjoint(rows)
+        for life in alike:
+            judged = life.rests[began_so.rest][0]
+            origin = _origin(life.rank, rows[0], judged.moment) or _origin(usual.rank, rows[0], judged.moment)
+            yield Hit(rule, life.rank, dict.fromkeys(rows, ABSENT), origin, judged, lasting=lasting, note=note)
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """Where a row was first in two states, and in which; ``agreed``: it had been in one before."""
+
+    rest: Rest
+    here: int
+    there: int
+    agreed: bool
+
+
+def _beginnings(
+    first: _Life, usual: _Life, numbers: _Numbers
+) -> tuple[dict[int, _Beginning], dict[int, tuple[int, int]]]:
+    """Since when each row differs that ever did, and what differs at the end."""
     common = [rest for rest in first.rests if rest in usual.rests]
     compared = _compared(first.rank, usual.rank)
-    began: dict[int, tuple[Rest, int, int]] = {}  # row -> since which rest, and the two numbers then
+    buffers = [row.id for row in first.rank.rows[:compared] if row.kind == BUFFER] if numbers.values else []
+    began: dict[int, _Beginning] = {}
+    agreed: set[int] = set()
     apart: dict[int, tuple[int, int]] = {}
     before = (0, 0)
     for rest, mine, theirs in zip(common, first.states(common), usual.states(common), strict=True):
         now = first.rests[rest][1], usual.rests[rest][1]
-        if now != before and now[0] != now[1]:
-            apart = {} if mine == theirs else _apart(mine, theirs, compared)
-        elif now[0] == now[1]:
-            apart = {}
+        if now != before:
+            apart = {} if now[0] == now[1] or mine == theirs else _apart(mine, theirs, compared)
         before = now
-        for row, pair in apart.items():
-            began.setdefault(row, (rest, *pair))
-    groups: dict[tuple[str, Rest, int, int], list[int]] = {}
-    for row, since in began.items():
-        groups.setdefault((first.rank.rows[row].kind, *since), []).append(row)
-    for (kind, rest, here_is, there_is), rows in groups.items():
-        here, there = numbers.facts[here_is], numbers.facts[there_is]
-        if here is None or kind not in rule.kinds or not rule.asks(Subject(kind, here, World(), other=there)):
-            continue
-        note = tr("beside rank {rank}: {differences}", rank=usual.rank.rank, differences=_told(here, there))
-        for life in alike:
-            judged = life.rests[rest][0]
-            origin = _origin(life.rank, rows[0], judged.moment) or _origin(usual.rank, rows[0], judged.moment)
-            lasting = not apart.keys().isdisjoint(rows)
-            yield Hit(rule, life.rank, dict.fromkeys(rows, ABSENT), origin, judged, lasting=lasting, note=note)
+        for row, (here, there) in apart.items():
+            began.setdefault(row, _Beginning(rest, here, there, row in agreed))
+        agreed.update(row for row in buffers if mine[row] == theirs[row] != 0)
+    return began, apart
+
+
+def _rule(kind: str, here: Facts, there: Facts | None, agreed: bool) -> Rule | None:
+    """The rule that holds between two states of one row."""
+    subject = Subject(kind, here, World(), other=there)
+    found = (rule for code in ("DK801", "DK502") for rule in find_rules(code) if kind in rule.kinds)
+    # Values that were the same once are what training made of them.
+    return next((rule for rule in found if rule.asks(subject) and not (agreed and rule.code == "DK502")), None)
 
 
 def _compared(one: RankTrace, other: RankTrace) -> int:

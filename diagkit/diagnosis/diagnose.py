@@ -5,8 +5,10 @@ The same hazard with the same cause is told once, and the first to blame comes f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
+from diagkit.diagnosis.across import disagreements, shared_seats
 from diagkit.diagnosis.finding import Finding, Findings, ranks_text
 from diagkit.diagnosis.judge import Hit, Judge
 from diagkit.diagnosis.predictions import consequences
@@ -28,6 +30,7 @@ def diagnose(trace: Trace | RankTrace, failure: Failure | None = None) -> Findin
     notes: dict[str, None] = {}
     for rank in ranks:
         hits += judge.rank(rank, failure)
+    hits += disagreements(ranks)
     if ranks:
         notes.update(dict.fromkeys(resting_buffers(ranks[0])))
     others = dict.fromkeys(note for rank in ranks for note in idle_optimizers(rank))
@@ -37,6 +40,7 @@ def diagnose(trace: Trace | RankTrace, failure: Failure | None = None) -> Findin
         others[tr("no tensor could be looked at on rank {ranks}: {why}", ranks=shown, why=_why_blind(unseen[0]))] = None
     world_size = max((rank.header.world_size for rank in ranks), default=1)
     findings = [_finding(group, world_size, failure) for group in _alike(hits)]
+    findings += shared_seats(ranks, world_size)
     if any(f.code == "DK501" for f in findings):
         notes.clear()
     return Findings(
@@ -85,7 +89,7 @@ def _alike(hits: Iterable[Hit]) -> list[list[Hit]]:
     for hit in hits:
         origin = hit.origin
         phase = 0 if origin is None else origin.phase
-        model = hit.rank.rows[next(iter(hit.facts))].model
+        model = hit.first.model
         groups.setdefault((hit.rule.code, model, phase, _identity(origin.cause if origin else None)), []).append(hit)
     return list(groups.values())
 
@@ -103,10 +107,16 @@ def _identity(cause: Cause | None) -> object:
 def _finding(hits: list[Hit], world_size: int, failure: Failure | None) -> Finding:
     first = min(hits, key=lambda hit: (hit.judged.moment.phase, hit.rank.rank, hit.judged.moment.index))
     # Ranks share their tables: rows are put together as numbers, and named once.
-    tables: dict[int, tuple[RankTrace, set[int]]] = {}
+    tables: dict[int, tuple[RankTrace, bytearray]] = {}
     for hit in hits:
-        tables.setdefault(id(hit.rank.rows[0]), (hit.rank, set()))[1].update(hit.facts)
-    names = {(row, name_of(rank.rows[row])): None for rank, rows in tables.values() for row in rows}
+        _, marked = tables.setdefault(id(hit.rank.rows), (hit.rank, bytearray(len(hit.rank.rows))))
+        for start, end in hit.spans():
+            marked[start:end] = b"\1" * (end - start)
+    names = {
+        (row, name_of(rank.rows[row])): None
+        for rank, marked in tables.values()
+        for row in itertools.compress(range(len(marked)), marked)
+    }
     failed = next((hit.failures[0] for hit in hits if hit.failures), None)
     exception = failed.failure if failed else failure if failure and _speaks(first, failure) else None
     judged = first.judged.moment
@@ -126,7 +136,7 @@ def _finding(hits: list[Hit], world_size: int, failure: Failure | None) -> Findi
         consequences=consequences(first.rank, judged),
         lasting=any(hit.lasting for hit in hits),
         failure=f"{exception.type}: {exception.message}" if exception else "",
-        model=first.rank.rows[next(iter(first.facts))].model,
+        model=first.first.model,
         as_of=as_of(first),
     )
 

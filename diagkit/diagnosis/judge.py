@@ -7,8 +7,10 @@ row could matter, and a state that did not change since it was last judged is no
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from diagkit.diagnosis.fold import Fold, Table, fold
 from diagkit.diagnosis.moments import Judged, is_look, judged_moments
 from diagkit.diagnosis.past import PASTS, Pasts
 from diagkit.diagnosis.rule import Rule, Subject, World, all_rules
@@ -18,6 +20,7 @@ from diagkit.trace.schema import (
     ABSENT,
     BUFFER,
     ENGINE,
+    EXPORT,
     GROUP,
     OPTIMIZER,
     PARAMETER,
@@ -38,21 +41,34 @@ class Hit:
 
     rule: Rule
     rank: RankTrace
-    facts: dict[int, int]  # row -> number of its facts when it was last judged
+    facts: dict[int, int]  # row (of the fold, where there is one) -> number of its facts when it was last judged
     origin: Moment | None
     judged: Judged
     failures: list[Moment] = field(default_factory=list)  # exceptions that speak of it
     lasting: bool = False
+    note: str = ""  # what no facts of this rank alone can say
+    fold: Fold | None = None
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """The rows' numbers in table order, each run as its first and one past its last."""
+        if self.fold is not None:
+            return self.fold.spans(self.facts)
+        return ((number, number + 1) for number in sorted(self.facts))
+
+    @property
+    def first(self) -> Row:
+        """The first of the rows."""
+        return self.rank.rows[next(self.spans())[0]]
 
     @property
     def rows(self) -> list[Row]:
         """The rows, in table order."""
-        return [self.rank.rows[number] for number in sorted(self.facts)]
+        return [row for first, end in self.spans() for row in self.rank.rows[first:end]]
 
 
 @dataclass(slots=True)
 class Layout:
-    """What depends on a rank's table alone; shared between ranks with the same rows."""
+    """What depends on a rank's table alone."""
 
     segments: list[tuple[str, int, int]]  # kind, first row, one past the last
     group_of: dict[int, int | None] = field(default_factory=dict)  # parameter row -> row of its FSDP group
@@ -82,7 +98,7 @@ class Judge:
 
     def __init__(self) -> None:
         self._rules = all_rules()
-        self._layouts: dict[int, tuple[list[Row], Layout]] = {}
+        self._tables: dict[int, Table] = {}
         self._suspects: dict[tuple[object, ...], tuple[Rule, ...]] = {}
 
     def rank(self, trace: RankTrace, failure: Failure | None = None) -> list[Hit]:
@@ -90,19 +106,18 @@ class Judge:
 
         ``failure``: an exception met in the last state (a live look after it).
         """
-        return _Run(self, trace, failure).hits()
+        folded = fold(trace, self._table(trace))
+        hits = _Run(self, folded.trace, failure).hits()
+        for hit in hits:
+            hit.rank, hit.fold = trace, folded
+        return hits
 
-    def layout(self, trace: RankTrace) -> Layout:
-        rows = trace.rows
-        key = id(rows[0]) ^ len(rows) if rows else 0  # ranks read through one table cache share their Row objects
-        known = self._layouts.get(key)
-        if (
-            known is None
-            or len(known[0]) != len(rows)
-            or (rows and (known[0][0] is not rows[0] or known[0][-1] is not rows[-1]))
-        ):
-            known = self._layouts[key] = (rows, layout_of(rows))
-        return known[1]
+    def _table(self, trace: RankTrace) -> Table:
+        """What folding needs to know of the rank's rows; ranks that were read together share their list of rows."""
+        known = self._tables.get(id(trace.rows))
+        if known is None:
+            known = self._tables[id(trace.rows)] = Table(trace.rows)  # which keeps the list alive, so that its id stays
+        return known
 
     def suspects(self, kind: str, facts: Facts, around: frozenset[Facts | None], world: World) -> tuple[Rule, ...]:
         """Rules that such a row could meet in some context of this rank: more than do, never fewer."""
@@ -133,7 +148,7 @@ class _Run:
     def __init__(self, judge: Judge, trace: RankTrace, failure: Failure | None) -> None:
         self.judge = judge
         self.trace = trace
-        self.layout = judge.layout(trace)
+        self.layout = layout_of(trace.rows)
         self.extra = failure
         self.live = is_look(trace)
         count = len(trace.rows)
@@ -209,10 +224,14 @@ class _Run:
     def _may_carry_on(self, number: int) -> bool:
         """Whether a row with these facts may only carry on a trouble that it had before."""
         facts = self.trace.facts[number]
+        if isinstance(facts, GroupFacts):
+            return facts.stale
         return isinstance(facts, Residency) and (facts.split or facts.metadata_device == "meta")
 
     def _same_trouble(self, old: int, new: int) -> bool:
         before, after = self.trace.facts[old], self.trace.facts[new]
+        if isinstance(before, GroupFacts):
+            return before.stale
         return isinstance(before, Residency) and isinstance(after, Residency) and before.short() == after.short()
 
     def _judge(self, entry: Judged, due_only: bool = False) -> None:
@@ -342,7 +361,7 @@ class _Run:
         present = {
             number
             for kind, first, end in self.layout.segments
-            if kind in (GROUP, ENGINE, OPTIMIZER)
+            if kind in (GROUP, ENGINE, OPTIMIZER, EXPORT)
             for number in self.facts[first:end]
         }
         found = [self.trace.facts[number] for number in sorted(present) if number != ABSENT]
@@ -352,6 +371,7 @@ class _Run:
             mixed=self._mixed(),
             optimizers=tuple(f for f in found if isinstance(f, OptimizerFacts)),
             engines=tuple(f for f in found if isinstance(f, EngineFacts)),
+            exports=frozenset(f for f in found if isinstance(f, Residency)),
             backends=self.trace.header.backends,
             failure=failure,
             said=said(failure.message) if failure else frozenset(),

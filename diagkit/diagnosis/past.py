@@ -27,6 +27,7 @@ class Past:
     rested: str | None = None  # of a buffer: where its bytes were when it first came to rest, as a device type
     born: str = ""  # of an optimizer state: the observed call in which it appeared
     tied: bool = False  # of a parameter: its slot once held the tensor of an earlier one
+    emptied: bool = False  # of a buffer: `to_empty` gave it bytes
     late: bool = False  # of a parameter: registered after its model had been wrapped
 
 
@@ -38,6 +39,7 @@ PASTS = (
     Past(tied=True),
     Past(late=True),
     Past(born="Optimizer.step"),
+    Past(emptied=True),
     *(Past(rested=device) for device in ("cpu", "any accelerator")),
 )
 
@@ -80,13 +82,17 @@ class Pasts:
                 for row in inside:
                     if before[row] == ABSENT and rows[row].kind == OPTIMIZER_STATE:
                         self._known[row] = Past(born=called)
+            elif moment.cause is not None and "Module.to_empty" in moment.cause.chain:
+                for row in inside:
+                    if rows[row].kind == BUFFER:
+                        self._known[row] = replace(self.of(row), emptied=True)
 
     def rest(self, now: list[int]) -> None:
         """The state is at rest: buffers that were not before are where they were put."""
         for row in self._buffers:
             facts = self._trace.facts[now[row]]
             if isinstance(facts, Residency) and self.of(row).rested is None and facts.metadata_device != "meta":
-                self._known[row] = Past(rested=device_type(facts.storage_device) or "")
+                self._known[row] = replace(self.of(row), rested=device_type(facts.storage_device) or "")
 
 
 def _call(moment: Moment) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from diagkit.diagnosis.past import NOTHING, Past
+from diagkit.diagnosis.seats import Seat
 from diagkit.language import tr
 from diagkit.trace.schema import (
     EngineFacts,
@@ -44,6 +45,7 @@ class World:
     mixed: frozenset[str] = frozenset()  # labels of models of whose groups some offload and some do not
     optimizers: tuple[OptimizerFacts, ...] = ()
     engines: tuple[EngineFacts, ...] = ()
+    exports: frozenset[Residency] = frozenset()  # what is being handed out
     backends: str = ""
     failure: Failure | None = None
     said: frozenset[str] = frozenset()  # the names of the texts (`signatures`) that the failure's message holds
@@ -56,6 +58,11 @@ class World:
         return self.live or self.about_to in phases
 
     @property
+    def hands_out_host_tensors(self) -> bool:
+        """Whether an export is under way whose tensors are whole and on the CPU."""
+        return any(device_type(f.storage_device) == "cpu" and f.wrapper != "DTensor" for f in self.exports)
+
+    @property
     def offloads(self) -> bool:
         """Whether any FSDP group keeps its parameters on the CPU by policy."""
         return any(group.offload for group in self.groups)
@@ -66,13 +73,14 @@ class Subject:
     """One row as a rule sees it."""
 
     kind: str
-    facts: Facts
+    facts: Facts | Seat
     world: World
     part: str = ""
     group: GroupFacts | None = None  # the FSDP group that a parameter, or its gradient or state, belongs to
     owner: Residency | None = None  # the parameter that a gradient, state or export belongs to
     past: Past = NOTHING
     model: str = ""
+    other: Facts | Seat | None = None  # of the same row on another rank, where ranks are held beside each other
 
     @property
     def tensor(self) -> Residency:

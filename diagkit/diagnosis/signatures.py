@@ -24,7 +24,11 @@ SIGNATURES: dict[str, re.Pattern[str]] = {
         "no_backend": r"no backend type associated with device type",
         "param_dtype": r"'FSDPParam' object has no attribute '(?:param_dtype|orig_dtype|reduce_dtype)'",
         "meta": r"meta tensor|meta device|device meta|'meta' backend|device=meta|to meta|from meta",
+        "other_device": r"torch not compiled with \w+ enabled|not linked with support for \w+ devices"
+        r"|no \w+ gpus are available|found no nvidia driver|device type at start of device string",
         "mixed": r"got mixed torch\.Tensor and DTensor",
+        "gathered": r"'(?:Parameter|Tensor)' object has no attribute "
+        r"'(?:full_tensor|to_local|redistribute|device_mesh|placements|_local_tensor|_spec)'",
     }.items()
 }
 

@@ -51,7 +51,7 @@ def name_of(row: Row) -> str:
 def facts_of(hit: Hit) -> Facts | None:
     """The facts of a hit's first row at the moment that was judged; a row with elements goes before one without."""
     state = hit.rank.state(hit.judged.moment)
-    found = [hit.rank.facts[state.facts[row]] for row in sorted(hit.facts) if row < len(state.facts)]
+    found = [hit.rank.facts[state.facts[row.id]] for row in hit.rows if row.id < len(state.facts)]
     full = [f for f in found if not (isinstance(f, Residency) and f.empty)]
     return next(iter(full or found), None)
 
@@ -74,6 +74,8 @@ def evidence(hit: Hit, failure: Failure | None) -> Iterator[str]:
         yield _engine(facts, hit.rank)
     elif isinstance(facts, OptimizerFacts):
         yield _optimizer(facts)
+    if hit.note:
+        yield hit.note
     if failure is not None and failure.asks and hit.rule.code == "DK404":
         yield tr("a device was taken from a parameter: {line}", line=failure.asks)
     if (policy := _policy(hit)) and (not isinstance(facts, GroupFacts) or hit.rule.code == "DK802a"):
@@ -104,6 +106,10 @@ def _tensor(facts: Residency) -> str:
         text += tr("; FSDP2 takes it for tied to an earlier parameter, and the slot holds another tensor")
     if facts.storage_dtype and facts.dtype != facts.storage_dtype:
         text += tr("; the wrapper says {claimed}, the bytes are {held}", claimed=facts.dtype, held=facts.storage_dtype)
+    if facts.unwritten:
+        text += tr("; nothing was written into them since `to_empty` gave them")
+    if facts.shares == "written":
+        text += tr("; they are its parameter's, and were written while the export was held")
     if not facts.shape_agrees:
         text += tr("; its shape is not the one that its layout needs")
     if facts.roomy:
@@ -138,6 +144,10 @@ def _group(facts: GroupFacts) -> str:
     parts = [tr("lazy init {state}", state=facts.lazy_init)]
     if facts.training_state:
         parts.append(tr("training state {state}", state=facts.training_state))
+    if facts.sharded_state not in (None, "sharded"):
+        parts.append(tr("parameters {state}", state=facts.sharded_state))
+    if facts.stale:
+        parts.append(tr("written by an optimizer while gathered"))
     if facts.backward_pending:
         parts.append(tr("the final backward callback is marked as queued"))
     if not facts.backward_running:
@@ -252,7 +262,7 @@ def resting_buffers(rank: RankTrace) -> Iterator[str]:
 
 def idle_optimizers(rank: RankTrace) -> Iterator[str]:
     """A note on optimizers that train nothing of the model: made before `fully_shard` exchanged its parameters."""
-    if not rank.moments:
+    if not rank.moments or not any(isinstance(facts, OptimizerFacts) and facts.dead for facts in rank.facts):
         return
     state = rank.state(rank.moments[-1])
     for facts in (rank.facts[number] for number in dict.fromkeys(state.facts)):

@@ -82,6 +82,8 @@ class Residency:
     # "parameter": an export or gradient on its parameter's storage; "written": such an export whose bytes were written
     # while somebody held it
     shares: str | None = None
+    unwritten: bool = False  # a buffer that was on meta: nothing has been written into the bytes that it got
+    digest: str | None = None  # of its values on this rank, where they were asked for
     unreadable: str | None = None
 
     tag: ClassVar[str] = "tensor"
@@ -121,6 +123,7 @@ class GroupFacts:
     lazy_init: str = "no"  # "no", "done", "unfinished" (root mark set, but a parameter never got its dtypes)
     backward_pending: bool = False  # the root's final backward callback is queued
     backward_running: bool = False  # autograd is running in this thread at this moment
+    stale: bool = False  # an optimizer wrote its parameters while they were gathered: passes compute with the old ones
     unreadable: str | None = None
 
     tag: ClassVar[str] = "group"

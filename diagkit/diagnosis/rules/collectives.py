@@ -33,6 +33,7 @@ def no_cpu_backend(it: Subject) -> bool:
     tensor = it.tensor
     backends = it.group.backends if it.group else it.world.backends
     spread = it.group is None or it.group.mesh_size > 1
-    about_to = it.kind == EXPORT or "no_backend" in it.world.said
+    # What was being handed out was sent, not the parameters: DK403.
+    about_to = it.kind == EXPORT or ("no_backend" in it.world.said and not it.world.hands_out_host_tensors)
     lacks = bool(backends) and "cpu" not in {part.partition(":")[0] for part in backends.split(",")}
     return about_to and tensor.wrapper == "DTensor" and it.bytes_at == "cpu" and lacks and spread

@@ -1,0 +1,137 @@
+"""Hazards that events between two looks show: exports (DK204, DK403), buffers without values (DK502)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from diagkit.diagnosis import Finding, Findings, diagnose
+from diagkit.trace import open_trace
+
+HERE = pathlib.Path(__file__).resolve().parent
+pytestmark = pytest.mark.timeout(300)
+Answers = dict[str, list[dict[str, Any]]]
+ALL = 14  # parameters of the model
+
+
+@pytest.fixture(scope="module")
+def folder(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    place = tmp_path_factory.mktemp("events")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
+    command = [sys.executable, str(HERE / "events_ranks.py"), str(place), "dk2,dk4,dk5,dk7"]
+    subprocess.run(command, env=env, check=True, timeout=280)
+    return place
+
+
+@pytest.fixture(scope="module")
+def answers(folder: pathlib.Path) -> Answers:
+    found: Answers = json.loads((folder / "results.json").read_text())
+    return found
+
+
+def findings(folder: pathlib.Path, name: str) -> Findings:
+    return diagnose(open_trace(folder / name))
+
+
+def only(folder: pathlib.Path, name: str, code: str) -> Finding:
+    (found,) = findings(folder, name)
+    assert found.code == code
+    return found
+
+
+def culprit(finding: Finding) -> str:
+    assert finding.cause is not None and finding.cause.frame is not None
+    assert finding.cause.frame.file.endswith("culprits.py")
+    return finding.cause.frame.function
+
+
+# ---- DK204
+
+
+def test_an_export_that_is_kept_over_a_step_holds_other_values_and_is_told_with_the_line_that_wrote(
+    folder: pathlib.Path, answers: Answers
+) -> None:
+    for answer in answers["dk204"]:
+        assert answer == {"changed": ALL, "changed then": 0}  # a copy is the remedy
+    found = only(folder, "dk204", "DK204")
+    assert len(found.names) == ALL and all(name.endswith("[exported]") for name in found.names)
+    assert (found.ranks, found.phase, found.severity) == ((0, 1), "train", "silent")
+    assert culprit(found) == "train" and not found.lasting
+    assert any("written while the export was held" in line for line in found.evidence)
+
+
+def test_only_what_was_handed_out_before_the_write_is_told(folder: pathlib.Path) -> None:
+    found = only(folder, "dk204_half_way", "DK204")
+    assert found.names[0] == "embed.weight [exported]" and len(found.names) == 4
+
+
+def test_an_export_that_is_read_in_time_is_no_fault_though_it_aliases(folder: pathlib.Path, answers: Answers) -> None:
+    assert [answer["sent"] for answer in answers["dk204_read_in_time"]] == [ALL, ALL]
+    trace = open_trace(folder / "dk204_read_in_time")
+    assert any(getattr(facts, "shares", None) == "parameter" for facts in trace[0].facts)
+    assert not diagnose(trace)
+
+
+# ---- DK403
+
+
+def test_a_host_tensor_in_an_accelerators_channel_is_told_with_the_line_that_sent_it(
+    folder: pathlib.Path, answers: Answers
+) -> None:
+    for answer in answers["dk403"]:
+        assert "No backend type associated with device type cpu" in answer["export failed"]
+        assert answer["sent"] == ALL  # each staged on the mesh's device
+    found = only(folder, "dk403", "DK403")
+    assert (found.names, found.ranks, found.phase) == (("embed.weight [exported]",), (0, 1), "export")
+    assert culprit(found) == "send" and found.severity == "now"
+    assert found.residency == "cpu/cpu" and "No backend type" in found.failure
+
+
+def test_a_device_type_in_the_code_that_is_not_there_is_told(folder: pathlib.Path, answers: Answers) -> None:
+    assert "CUDA" in answers["dk403_hard_coded"][0]["export failed"]
+    found = only(folder, "dk403_hard_coded", "DK403")
+    assert culprit(found) == "stage" and "literal" in found.remedy
+
+
+# ---- DK502
+
+
+def test_a_buffer_that_nobody_wrote_since_to_empty_makes_other_outputs_and_is_told(
+    folder: pathlib.Path, answers: Answers
+) -> None:
+    for answer in answers["dk502"]:
+        assert answer["right"] is False and answer["right then"] is True and answer["cured"] is True
+    found = only(folder, "dk502", "DK502")
+    assert (found.names, found.ranks, found.severity) == (("scale",), (0, 1), "silent")
+    assert not found.lasting and any("nothing was written" in line for line in found.evidence)
+
+
+def test_a_buffer_that_was_computed_anew_is_no_fault(folder: pathlib.Path, answers: Answers) -> None:
+    assert [answer["right"] for answer in answers["dk502_made_anew"]] == [True, True]
+    assert not findings(folder, "dk502_made_anew")
+
+
+def test_a_buffer_that_differs_by_rank_is_seen_by_who_asked_for_values_and_by_no_other(
+    folder: pathlib.Path, answers: Answers
+) -> None:
+    assert [answer["unchanged"] for answer in answers["dk502_by_rank"]] == [True, True]
+    found = only(folder, "dk502_by_rank", "DK502")
+    assert (found.names, found.ranks, found.phase, found.lasting) == (("scale",), (1,), "eval", False)
+    assert any(line.startswith("beside rank 0: digest ") for line in found.evidence)
+    unasked = open_trace(folder / "dk502_by_rank" / "unasked")
+    assert not diagnose(unasked)
+    assert all(getattr(facts, "digest", None) is None for rank in unasked for facts in rank.facts)
+
+
+def test_statistics_that_begin_alike_and_part_in_training_are_no_fault(folder: pathlib.Path, answers: Answers) -> None:
+    first, second = answers["dk502_statistics"]
+    assert first["mean"] != second["mean"]
+    trace = open_trace(folder / "dk502_statistics")
+    assert len({getattr(facts, "digest", None) for facts in trace[0].facts}) > 3
+    assert not diagnose(trace)

@@ -1,0 +1,91 @@
+"""The opt-in probe reads values at the edges of phases, where somebody asked for it, and changes nothing."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+
+import diagkit as dk
+from diagkit.capture.values import LIMIT, digest
+from diagkit.errors import UsageError
+from diagkit.trace import RankTrace, open_trace
+from diagkit.trace.schema import BUFFER, PARAMETER, Residency
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+
+def told(rank: RankTrace, kind: str) -> list[list[str | None]]:
+    """The digests of each row of a kind, moment by moment."""
+    rows = [row.id for row in rank.rows if row.kind == kind]
+    found: list[list[str | None]] = []
+    for moment in rank.moments:
+        facts = [rank.facts[number] for number in map(rank.state(moment).facts.__getitem__, rows)]
+        found.append([f.digest for f in facts if isinstance(f, Residency)])
+    return found
+
+
+def test_equal_values_have_equal_digests_and_others_have_not() -> None:
+    ones = torch.ones(2, 3)
+    assert digest(ones) == digest(torch.ones(2, 3)) != digest(torch.zeros(2, 3))
+    assert digest(ones) not in (digest(torch.ones(3, 2)), digest(torch.ones(2, 3, dtype=torch.int32)))
+    grid = torch.arange(6.0).reshape(2, 3)
+    assert digest(grid.t()) == digest(grid.t().contiguous()) != digest(grid.reshape(3, 2))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.empty(2, device="meta"), torch.empty(0), torch.eye(2).to_sparse(), torch.empty(LIMIT + 1, dtype=torch.int8)],
+    ids=["meta", "empty", "sparse", "large"],
+)
+def test_what_has_no_bytes_or_too_many_has_no_digest(tensor: torch.Tensor) -> None:
+    assert digest(tensor) is None
+
+
+def test_reading_changes_nothing() -> None:
+    tensor = torch.randn(4, 4, requires_grad=True)
+    lazy = torch._lazy_clone(tensor.detach())
+    before = (tensor._version, tensor.untyped_storage()._cdata, tensor.grad_fn)
+    assert digest(tensor) == digest(lazy)
+    assert (tensor._version, tensor.untyped_storage()._cdata, tensor.grad_fn) == before
+    assert torch._C._is_cow_tensor(lazy)  # still not a copy of its own
+
+
+def test_values_are_told_at_the_edges_of_phases_only(tmp_path: pathlib.Path) -> None:
+    model = Scaled()
+    with dk.record(model, out=tmp_path, values=("buffers",)) as rec:
+        with rec.phase("train"):
+            with torch.no_grad():
+                model.get_buffer("scale").mul_(2)
+            model.float()  # a moment inside
+        model.get_buffer("scale").mul_(2)
+    rank = open_trace(tmp_path)[0]
+    ((start,), (enter,), (inside,), (exit_,), (end,)) = told(rank, BUFFER)
+    assert [m.label for m in rank.moments] == ["start", "train: enter", "Module.float", "train: exit", "end"]
+    assert start == enter == inside != exit_ != end and start is not None
+    assert all(value is None for values in told(rank, PARAMETER) for value in values)
+
+
+def test_nobody_reads_values_unasked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(tensor: torch.Tensor) -> bytes:
+        raise AssertionError("values were read")
+
+    monkeypatch.setattr("diagkit.capture.readings.digest", never)
+    with dk.record(Scaled(), out=tmp_path, detail="full") as rec, rec.phase("train"):
+        pass
+    assert open_trace(tmp_path)[0].troubles == []
+
+
+def test_an_unknown_kind_of_values_is_refused_in_one_line(tmp_path: pathlib.Path) -> None:
+    with (
+        pytest.raises(UsageError, match=r"found gradients, expected buffers, parameters"),
+        dk.record(Scaled(), out=tmp_path, values=("gradients",)),
+    ):
+        pass
