@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from diagkit.capture import attach, record
     from diagkit.live import explain, inspect
-    from diagkit.remedy import guard
+    from diagkit.remedy import guard, heal
     from diagkit.trace import open_trace
     from diagkit.views import explore
 
@@ -25,6 +25,7 @@ _HOMES: dict[str, str] = {
     "explain": "diagkit.live",
     "explore": "diagkit.views",
     "guard": "diagkit.remedy",
+    "heal": "diagkit.remedy",
     "inspect": "diagkit.live",
     "open_trace": "diagkit.trace",
     "record": "diagkit.capture",
@@ -33,7 +34,7 @@ _HOMES: dict[str, str] = {
 # Rooms that are part of the public face as they are, such as ``diagkit.lab``.
 _ROOMS: frozenset[str] = frozenset({"errors", "lab"})
 
-__all__ = ["__version__", "attach", "explain", "explore", "guard", "inspect", "open_trace", "record"]
+__all__ = ["__version__", "attach", "explain", "explore", "guard", "heal", "inspect", "open_trace", "record"]
 
 
 def __getattr__(name: str) -> object:

@@ -14,6 +14,7 @@ __all__ = [
     "EngineError",
     "MissingDependency",
     "MoveBlocked",
+    "RanksDisagree",
     "SimulatorError",
     "TraceError",
     "UnsupportedTorch",
@@ -92,6 +93,10 @@ class TraceError(DiagkitError):
 
 class MoveBlocked(DiagkitError):
     """A guard stopped a whole-model move that would have driven metadata and bytes apart."""
+
+
+class RanksDisagree(DiagkitError):
+    """The ranks of a job would do different things where all must do the same, so none did anything."""
 
 
 def _plain(value: object) -> str:

@@ -28,6 +28,7 @@ from diagkit.diagnosis.predictions import Prediction, facets, measure, predict
 from diagkit.diagnosis.predictions.facets import Facets
 from diagkit.diagnosis.signatures import said
 from diagkit.errors import UsageError
+from diagkit.torch_internals.parts import unreadable
 from diagkit.trace import RankTrace
 from diagkit.trace.schema import TENSOR_KINDS, Failure
 from diagkit.trace.table import ResidencyTable
@@ -125,7 +126,7 @@ def inspect(model: object, optimizer: Any = None) -> Inspection:
     state = facets(trace)
     findings = diagnose(trace)
     roots = [models] if isinstance(models, nn.Module) else models.values()
-    findings.problems = (*(part for root in roots for part in internals.unreadable(root)), *findings.problems)
+    findings.problems = (*(part for root in roots for part in unreadable(root)), *findings.problems)
     return Inspection(trace, findings, state, predict(state, trace.header.torch))
 
 

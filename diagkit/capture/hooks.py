@@ -341,6 +341,12 @@ def install() -> None:
                 _handles.append(register(_registered))
 
 
+def catch_up() -> None:
+    """Puts the patches in that belong into what the job has imported since, if anybody listens."""
+    if _listeners and len(sys.modules) != _modules:
+        install()
+
+
 def uninstall() -> None:
     """Takes every patch out that nobody needs and that is still on top, and sends those underneath others to sleep."""
     faults: list[Exception] = []

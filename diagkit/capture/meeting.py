@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diagkit import torch_internals as internals
@@ -54,10 +55,10 @@ def run_name() -> str:
     return agreed("run", time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(3))
 
 
-# ---- looks of several ranks on one screen
+# ---- what several ranks bring together
 
-_asked = "diagkit/asked"
-_answered = 0
+#: By topic, how many meetings this process has answered.
+_answered: dict[str, int] = {}
 
 
 def gathered(payload: bytes, seconds: float = 10.0) -> dict[int, bytes] | None:
@@ -72,35 +73,75 @@ def gathered(payload: bytes, seconds: float = 10.0) -> dict[int, bytes] | None:
     if store is None or world == 1:
         return {rank: payload}
     try:
-        return _ask(store, payload, world, seconds) if rank == 0 else _answer(store, payload, rank, seconds / 2)
+        if rank == 0:
+            return _ask(store, "asked", payload, range(world), seconds)[1]
+        return {rank: payload} if _answer(store, "asked", payload, rank, seconds / 2) is None else None
     except Exception:  # the store is gone with its host
         return {rank: payload}
 
 
-def _ask(store: Any, payload: bytes, world: int, seconds: float) -> dict[int, bytes]:
-    number = store.add(_asked, 1)
-    store.set(f"{_asked}/{number}", "open")
-    found = {0: payload}
+def decided(
+    topic: str, payload: bytes, ranks: Sequence[int], decide: Callable[[dict[int, bytes]], bytes], seconds: float
+) -> bytes | None:
+    """What the first of these ranks decides of what each of them brings, the same answer on all of them.
+
+    ``decide`` gets the payloads of those that came within ``seconds``, perhaps not all. None where the first rank did
+    not come. No collective, so that a rank that never comes costs the others this time and no more, and any process
+    group will do.
+    """
+    rank, _ = internals.rank_and_world()
+    store = _store()
+    if store is None or list(ranks) == [rank]:
+        return decide({rank: payload})
+    if rank == ranks[0]:
+        number, found = _ask(store, topic, payload, ranks, seconds)
+        answer = decide(found)
+        store.set(f"{_key(topic)}/{number}/decided", answer)
+        return answer
+    meeting = _answer(store, topic, payload, rank, seconds)
+    # The first rank waits for others as long as this, then it decides.
+    return None if meeting is None else _value(store, f"{_key(topic)}/{meeting}/decided", 2 * seconds)
+
+
+def _key(topic: str) -> str:
+    return f"diagkit/{topic}"
+
+
+def _ask(store: Any, topic: str, payload: bytes, ranks: Sequence[int], seconds: float) -> tuple[int, dict[int, bytes]]:
+    """Opens a meeting: its number, and the payloads of those that came."""
+    number = store.add(_key(topic), 1)
+    place = f"{_key(topic)}/{number}"
+    store.set(place, "open")
+    found = {ranks[0]: payload}
     deadline = time.monotonic() + seconds
-    while len(found) < world and time.monotonic() < deadline:
-        for rank in range(1, world):
-            key = f"{_asked}/{number}/{rank}"
-            if rank not in found and store.check([key]):
-                found[rank] = store.get(key)
+    while len(found) < len(ranks) and time.monotonic() < deadline:
+        for rank in ranks:
+            if rank not in found and store.check([f"{place}/{rank}"]):
+                found[rank] = store.get(f"{place}/{rank}")
         time.sleep(0.02)
-    store.set(f"{_asked}/{number}", "closed")
-    return found
+    store.set(place, "closed")
+    return number, found
 
 
-def _answer(store: Any, payload: bytes, rank: int, seconds: float) -> dict[int, bytes] | None:
-    global _answered
+def _answer(store: Any, topic: str, payload: bytes, rank: int, seconds: float) -> int | None:
+    """Brings a payload to the meeting that is open or opens in this time: its number, None where none is."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        number = store.add(_asked, 0)
-        key = f"{_asked}/{number}"
-        if number > _answered and store.check([key]) and store.get(key) == b"open":
-            _answered = number
-            store.set(f"{key}/{rank}", payload)
+        number = store.add(_key(topic), 0)
+        place = f"{_key(topic)}/{number}"
+        if number > _answered.get(topic, 0) and _value(store, place, 0) == b"open":
+            _answered[topic] = int(number)
+            store.set(f"{place}/{rank}", payload)
+            return int(number)
+        time.sleep(0.02)
+    return None
+
+
+def _value(store: Any, key: str, seconds: float) -> bytes | None:
+    """What stands under a key within this time."""
+    deadline = time.monotonic() + seconds
+    while not store.check([key]):
+        if time.monotonic() > deadline:
             return None
         time.sleep(0.02)
-    return {rank: payload}
+    return bytes(store.get(key))

@@ -6,5 +6,7 @@ Standard library and the torch that is there, as everything that runs inside a t
 from __future__ import annotations
 
 from diagkit.remedy.guarding import Guard, MoveWarning, guard
+from diagkit.remedy.healed import Healing, Step
+from diagkit.remedy.healing import heal
 
-__all__ = ["Guard", "MoveWarning", "guard"]
+__all__ = ["Guard", "Healing", "MoveWarning", "Step", "guard", "heal"]

@@ -2,7 +2,7 @@
 
 For `remedy`, and for the lab's engines, which do what the field's engines do. The rules: a writer does one thing and
 asks nothing of whoever calls it; it communicates with no other rank; what a parameter *is* (the object that the
-optimizer holds) never changes, only what is behind it; values are copied, never computed.
+optimizer holds) never changes, only what is behind it; values are copied and compared, never computed.
 """
 
 from __future__ import annotations
@@ -29,35 +29,37 @@ def set_idle(group: Any) -> None:
 def end_pass(root: Any, states: Iterable[Any]) -> None:
     """Ends, for a root state and the states under it, whatever pass was under way: all idle, all sharded, nothing
     pending. Since torch 2.13 PyTorch has a function for it, before that its parts are put back one by one."""
-    for state in states:  # also where lazy init never came to its end, of which PyTorch's own function knows nothing
+    states = list(states)
+    if hasattr(root._comm_ctx, "device_handle"):  # made by lazy init
+        reset = getattr(root, "_reset_iter_state", None)
+        _put_back(root, states) if reset is None else reset()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+    for state in states:  # also those that an unfinished lazy init never took in
         set_idle(state)
         getattr(state, "_modules_to_run_forward", set()).clear()
-    reset = getattr(root, "_reset_iter_state", None)
-    if reset is not None:
-        reset()
-    else:
-        _put_back(root, states)
-    for state in states:
         for group in state_groups(state):
             set_idle(group)
-            group._to_sharded()
+            reshard(group)
 
 
 def _put_back(root: Any, states: Iterable[Any]) -> None:
     shared = root._comm_ctx
-    if hasattr(shared, "device_handle"):
-        now = shared.device_handle.current_stream()
-        for name in ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"):
-            now.wait_stream(getattr(shared, name))
-        shared.post_forward_order.clear()
-        shared.all_gather_state = shared.reduce_scatter_state = None
+    now = shared.device_handle.current_stream()
+    for name in ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"):
+        now.wait_stream(getattr(shared, name))
+    shared.post_forward_order.clear()
+    shared.all_gather_state = shared.reduce_scatter_state = None
     for group in [group for state in states for group in state_groups(state)]:
         for name in ("_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_partial_reduce_output"):
             setattr(group, name, None)
         group._reshard_after_forward_event = None
         group._post_forward_indices.clear()
-    root._state_ctx.iter_forward_root = None
-    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def reshard(group: Any) -> None:
+    """Puts the sharded parameters of a group back into their modules and frees the gathered ones."""
+    group._to_sharded()
 
 
 def drop_gathered_gradients(group: Any) -> int:
@@ -76,6 +78,7 @@ def drop_gathered_gradients(group: Any) -> int:
 def forget_lazy_init(states: Iterable[Any]) -> None:
     """Lets FSDP2 initialise these states anew in the next forward pass."""
     for state in states:
+        set_idle(state)  # otherwise the next forward pass skips what only the first of a pass does
         state._is_root = None
         state._state_ctx.all_states.clear()  # lazy init appends to it
         state._state_ctx.iter_forward_root = None
@@ -86,17 +89,25 @@ def forget_lazy_init(states: Iterable[Any]) -> None:
 # ---- where tensors are
 
 
-def rehomed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the CPU, metadata and bytes: of a DTensor a new one with the same layout around the same values."""
+def rehomed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on this device, metadata and bytes: of a DTensor a new one of the same layout around its values."""
     local = local_tensor(tensor)
-    return tensor.to(_CPU) if local is None else _laid_out_like(tensor, local.to(_CPU))
+    return tensor.to(device) if local is None else _laid_out_like(tensor, local.to(device))
 
 
 def rehome_gradient(parameter: torch.Tensor) -> None:
-    """Brings a parameter's gradient to the CPU."""
+    """Brings a parameter's gradient to where the parameter is."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None:
-        parameter.grad = rehomed(gradient)
+        parameter.grad = rehomed(gradient, parameter.device)
+
+
+def reads_other_values(record: Any) -> bool:
+    """Whether all-gather reads other values than the local tensor holds, byte for byte."""
+    local, flat = record.sharded_param._local_tensor, record._sharded_param_data
+    with torch.no_grad():
+        one, other = (part.to(_CPU).contiguous().view(-1)[: local.numel()] for part in (local, flat))
+        return one.dtype != other.dtype or not torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def settle(record: Any, pin: bool) -> None:
@@ -146,4 +157,4 @@ def _exchange(parameter: nn.Parameter, fresh: nn.Parameter) -> None:
     except Exception:
         parameter.grad = gradient
         raise
-    parameter.grad = None if gradient is None else rehomed(gradient)
+    parameter.grad = None if gradient is None else rehomed(gradient, _CPU)
