@@ -247,9 +247,11 @@ def dk105(lab: Lab) -> None:
         lab.answer["forward unchanged"] = _loss(bench) == _loss(like)
         lab.answer["saved as"] = str(bench.model.state_dict()["head.weight"].dtype)
         lab.fails(rec, "train", bench.train)
+    bench = _trained()  # backward was aborted (DK604): the mend is tried on a model that did not get so far
+    culprits.cast_through_data(bench.model, torch.bfloat16)
+    with dk.record(bench.model, bench.optimizer, out=lab.folder / "remedy") as rec:
         with rec.phase("remedy"):
             bench.model.float()
-            bench.model.zero_grad()
         lab.cured(rec, bench, like)
 
 
@@ -668,6 +670,76 @@ def dk601(lab: Lab) -> None:
     fresh = build(DECODER, "pinned")  # the remedy of this hazard is to build the model again
     with dk.record(fresh.model, fresh.optimizer, out=lab.folder / "remedy") as rec:
         lab.cured(rec, fresh, like)
+
+
+@scenario(ranks=2)
+def dk602(lab: Lab) -> None:
+    """An evaluation between backward and step."""
+    bench, like = _trained(), _trained()
+    like.train()
+    fresh = _loss(like)
+    with lab.recorded(bench) as rec:
+        with rec.phase("train"):
+            culprits.evaluate_and_step(bench)
+            with torch.no_grad():
+                lab.answer["stale"] = float(bench.loss()) != fresh
+        with rec.phase("remedy"):
+            bench.model.reshard()
+        lab.answer["mended"] = _loss(bench) == fresh
+        for b in (bench, like):
+            b.optimizer.zero_grad()
+        lab.cured(rec, bench, like)
+
+
+@scenario(ranks=2)
+def dk602_never_resharded(lab: Lab) -> None:
+    """A switch for gradient accumulation that is never set back."""
+    bench, like = _trained(), _trained()
+    for module in (*DECODER.parts(bench.model), bench.model):
+        module.set_reshard_after_backward(False)
+    with lab.recorded(bench) as rec, rec.phase("train"):
+        first = float(bench.loss().detach())
+        bench.train()
+        lab.answer["loss stands still"] = float(bench.loss().detach()) == first
+    like.train()
+    lab.answer["loss should be"] = _loss(like) - first
+
+
+@scenario(ranks=2)
+def dk602_resharded_in_time(lab: Lab) -> None:
+    """The same steps, and whoever made them knows."""
+    bench = _trained()
+    with lab.recorded(bench) as rec:
+        for mend in (bench.model.reshard, bench.model.state_dict):
+            with rec.phase("train"):
+                culprits.evaluate_and_step(bench)
+                mend()
+                with torch.no_grad():
+                    bench.loss()
+        with rec.phase("accumulate"):
+            for last in (False, True):
+                for module in (*DECODER.parts(bench.model), bench.model):
+                    module.set_reshard_after_backward(last)
+                bench.loss().backward()
+            bench.optimizer.step()
+
+
+@scenario(ranks=2)
+def dk602_reads(lab: Lab) -> None:
+    bench = build(DECODER, "pinned")
+    tokens = torch.zeros(2, 6, dtype=torch.long, device="npu")
+    try:
+        culprits.call_a_child(bench.model, tokens)
+    except RuntimeError as error:
+        lab.answer["child"] = [str(error), dk.explain(error).code]
+    with torch.no_grad():
+        bench.loss()
+    with lab.recorded(bench) as rec:
+        lab.fails(rec, "read", lambda: culprits.read_a_parameter(bench.model))
+        try:
+            culprits.read_a_parameter(bench.model)
+        except AttributeError as error:
+            lab.answer["explained"] = dk.explain(error).code
 
 
 @scenario(ranks=2)

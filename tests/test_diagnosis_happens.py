@@ -141,8 +141,12 @@ CASES = [
         "now",
         text="No backend type associated with device type cpu",
     ),
+    Expected("dk404", "DK404", "continue_a_text", ALL, "generate", "now", text="same device"),
     Expected("dk501", "DK501", "offload_model_to_cpu", ["scale"], "move", "now", text="same device"),
     Expected("dk601", "DK101", "load_model_to_device", ALL, "move", "now", text="materialized on CPU", also=("DK601",)),
+    Expected("dk602", "DK602", "evaluate_and_step", ["(root)"], "train", "silent"),
+    Expected("dk602_never_resharded", "DK602", None, ["(root)", "layers.0", "layers.1"], "train", "silent"),
+    Expected("dk602_reads", "DK602", "read_a_parameter", ["(root)"], "read", "now", text="'full_tensor'"),
     Expected(
         "dk604",
         "DK604",
@@ -156,6 +160,10 @@ CASES = [
     Expected("dk701", "DK701", None, ALL, "", "slow"),
     Expected("dk701_mended_wrongly", "DK701", "offload_model_to_cpu", ALL, "mend", "slow", also=("DK201",)),
     Expected("dk702", "DK702", "load_by_assignment", ["0.weight", "1.weight"], "load", "memory"),
+    Expected(
+        "dk802a", "DK802a", None, ["(root)", "layers.0", "layers.1"], "train", "now", text="Multiple devices found"
+    ),
+    Expected("dk802b", "DK802b", None, ["head.bias"], "adapt", "now", text="same device"),
     Expected("dk901", "DK101", None, VEOMNI, "save", "now", text="Attempted to set", also=("DK901",)),
 ]
 
@@ -274,6 +282,39 @@ def test_memory_that_is_not_pinned_trains_right_and_is_pinned_again(ran: Ran) ->
 
 def test_a_shard_that_keeps_the_whole_holds_its_memory(ran: Ran) -> None:
     assert [answer["held"] for answer in ran.answers["dk702"]] == [2.0, 2.0]
+
+
+def test_a_device_taken_from_a_parameter_is_told_with_the_line_that_took_it(ran: Ran) -> None:
+    for answer in ran.answers["dk404"]:
+        assert answer["explained"] == "DK404" and answer["the second time"] == [2, 7]
+        assert "continue_a_text: device = next(bench.model.parameters()).device" in answer["text"]
+
+
+def test_mixed_policies_train_right_and_do_not_load_by_broadcast(ran: Ran) -> None:
+    for answer in ran.answers["dk802a"]:
+        assert answer["trains right"] and "Multiple devices found" in answer["load failed"]
+    assert all(answer["explained"] == "DK802b" for answer in ran.answers["dk802b"])
+
+
+def test_a_step_while_gathered_leaves_old_weights_to_compute_with(ran: Ran) -> None:
+    for answer in ran.answers["dk602"]:
+        assert answer["stale"] and answer["mended"]
+    for answer in ran.answers["dk602_never_resharded"]:
+        assert answer["loss stands still"] and answer["loss should be"] < 0
+    finding = ran.findings("dk602")[0]
+    assert any("written by an optimizer while gathered" in line for line in finding.evidence)
+    assert finding.cause is not None and finding.cause.operation == "Optimizer.step"
+
+
+def test_whoever_shards_in_time_is_left_alone(ran: Ran) -> None:
+    assert not ran.findings("dk602_resharded_in_time")
+
+
+def test_a_child_called_by_itself_and_a_gathered_parameter_are_explained(ran: Ran) -> None:
+    for answer in ran.answers["dk602_reads"]:
+        message, code = answer["child"]
+        assert "got mixed torch.Tensor and DTensor" in message and code == "DK602"
+        assert answer["explained"] == "DK602"
 
 
 def test_both_backends_leave_nothing_to_find(ran: Ran) -> None:

@@ -35,10 +35,24 @@ class GroupWatch:
     fixed: dict[str, Any] | None = None
     last: tuple[Any, ...] | None = None
     facts: GroupFacts | None = None
+    stale: bool = False  # an optimizer has written its parameters while they were gathered
 
     def leave(self) -> None:
         """The model has no such group any more."""
         self.state = nowhere
+
+    @property
+    def gathered(self) -> bool:
+        """Whether its parameters are gathered now."""
+        group = None if self.group is None else self.group()
+        state = getattr(group, "_sharded_state", None)
+        return state is not None and state is not internals.sharded()
+
+    def has_gradients(self, trained: set[int]) -> bool:
+        """Whether one of its parameters is among these (ids) and has a gradient."""
+        group = None if self.group is None else self.group()
+        params = [p.sharded_param for p in internals.group_params(group)]
+        return any(id(p) in trained and p.grad is not None for p in params)
 
     def read(self) -> GroupFacts | None:
         """The group's facts now, None when it is gone. Never raises."""
@@ -57,11 +71,12 @@ class GroupWatch:
                 "done" if done else internals.lazy_init_state(state),
                 internals.backward_pending(state),
                 internals.backward_running(),
+                self.stale,
             )
             if now != self.last or self.facts is None:
                 if self.fixed is None:
                     self.fixed = {} if group is None else _fixed(group)
-                sharded, training, root, lazy, pending, running = now
+                sharded, training, root, lazy, pending, running, stale = now
                 self.facts = GroupFacts(
                     **self.fixed,
                     sharded_state=internals.enum_name(sharded),
@@ -70,6 +85,7 @@ class GroupWatch:
                     lazy_init=lazy,
                     backward_pending=pending,
                     backward_running=running,
+                    stale=stale,
                 )
                 self.last = now
         except Exception as error:

@@ -76,10 +76,11 @@ def any_gradient(slots: Sequence[Slot]) -> bool:
 
 def _states(entries: Sequence[State]) -> Signature:
     # Nothing but FSDP2 exchanges what is under a DTensor, only of parameters; a moment that moves is another object.
-    # So the object tells, at a fraction of the memory traffic; plain counters are looked at themselves.
+    # So the object tells, at a fraction of the memory traffic, with the device, because an address may be used again;
+    # plain counters are looked at themselves.
     values: list[torch.Tensor] = [entry.watch.state_of(entry.slot)[entry.part] for entry in entries]  # type: ignore[index]
     plain = [value for value in values if type(value) is torch.Tensor]
-    return list(map(id, values)), list(map(_identity, map(_storage, plain))), list(map(_device, plain))
+    return list(map(id, values)), list(map(_device, values)), list(map(_identity, map(_storage, plain)))
 
 
 def _optimizers(watches: Sequence[OptimizerWatch]) -> Signature:

@@ -18,7 +18,8 @@ from torch import nn
 
 from diagkit.capture.changes import merge
 from diagkit.capture.entries import Gradient, Handed, Slot
-from diagkit.capture.facts import EngineWatch, OptimizerWatch
+from diagkit.capture.facts import EngineWatch, GroupWatch, OptimizerWatch
+from diagkit.capture.gathered import Gathered
 from diagkit.capture.glance import any_gradient
 from diagkit.capture.readings import Readings, Shape
 from diagkit.capture.residency import Key, quiet
@@ -65,6 +66,7 @@ class Inventory:
         self._wants = wants
         self._unlisted: dict[str, list[Slot]] = {}  # by model: parameters without a row, live all the same
         self._optimizers: list[OptimizerWatch] = []
+        self.gathered = Gathered(self._groups, self.trained)
 
     # ---- what is watched
 
@@ -131,6 +133,9 @@ class Inventory:
         """Model by model, the trained parameter of every slot, ties once."""
         return (self._live(model.label) for model in self.models)
 
+    def _groups(self) -> Iterator[GroupWatch]:
+        return (self.readings.entries[row] for row in self.readings.of(GROUP))
+
     def trained(self) -> set[int]:
         """Ids of the parameters that any watched optimizer holds."""
         held = (optimizer for watch in self._optimizers if (optimizer := watch.optimizer()) is not None)
@@ -175,10 +180,10 @@ class Inventory:
 
     # ---- reading
 
-    def scan(self, kinds: frozenset[str], afresh: bool = False) -> list[Change]:
+    def scan(self, kinds: frozenset[str], afresh: bool = False, edge: bool = False) -> list[Change]:
         """Finds the rows of these kinds that came since, and reads all; what changed since they were last read.
 
-        ``afresh`` as for `Readings.scan`.
+        ``afresh`` and ``edge`` as for `Readings.scan`.
         """
         readings = self.readings
         try:
@@ -187,7 +192,7 @@ class Inventory:
                     readings.shielded("gradients", self._find_gradients)
                 if OPTIMIZER_STATE in kinds:
                     readings.shielded("optimizer states", self._find_states)
-            return readings.scan(kinds, afresh)
+            return readings.scan(kinds, afresh, edge)
         except BaseException:  # an interrupt by hand
             readings.forget_glances()
             raise

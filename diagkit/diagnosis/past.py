@@ -25,7 +25,7 @@ class Past:
     """One row's past, as far as the trace tells it."""
 
     rested: str | None = None  # of a buffer: where its bytes were when it first came to rest, as a device type
-    born: str = ""  # of an optimizer state: the observed call in which it appeared
+    born: str = ""  # of an optimizer state that is as it was from the first: the observed call in which it appeared
     tied: bool = False  # of a parameter: its slot once held the tensor of an earlier one
     emptied: bool = False  # of a buffer: `to_empty` gave it bytes
     late: bool = False  # of a parameter: registered after its model had been wrapped
@@ -78,10 +78,10 @@ class Pasts:
                 for row in inside:
                     self._known[row] = replace(self.of(row), tied=True)
                 self._parameters = True
-            elif called and OPTIMIZER_STATE in (rows[inside[0]].kind, rows[inside[-1]].kind):
+            elif OPTIMIZER_STATE in (rows[inside[0]].kind, rows[inside[-1]].kind):
                 for row in inside:
-                    if before[row] == ABSENT and rows[row].kind == OPTIMIZER_STATE:
-                        self._known[row] = Past(born=called)
+                    if rows[row].kind == OPTIMIZER_STATE and before[row] != change.facts:
+                        self._known[row] = Past(born=called if before[row] == ABSENT else "")
             elif moment.cause is not None and "Module.to_empty" in moment.cause.chain:
                 for row in inside:
                     if rows[row].kind == BUFFER:

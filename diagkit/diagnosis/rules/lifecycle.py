@@ -29,7 +29,45 @@ def poisoned_lazy_init(it: Subject) -> bool:
     return isinstance(it.facts, GroupFacts) and it.facts.lazy_init == "unfinished"
 
 
-@rule("DK604", kinds=(GROUP,), severity="silent", says=("mixed",))
+@rule("DK602", kinds=(GROUP,), severity="silent", says=("mixed", "gathered"))
+def sharded_state_confused(it: Subject) -> bool:
+    """Sharded-state confusion: parameters were used or written in the other state than they are in
+
+    What happens: A parameter is sharded at rest and gathered for a pass, and after a no-grad forward the root's stay
+    gathered. An `optimizer.step()` just then, an evaluation between backward and step will do, writes the shards; the
+    next forward finds its parameters gathered and computes with the old weights. So does every step where
+    `set_reshard_after_backward(False)` is never set back. A direct in-place write does the same and is not seen. Loads
+    are safe: state-dict hooks shard first. The reverse raises: a method other than `forward`, or a child called by
+    itself, meets shards ("got mixed torch.Tensor and DTensor"), and `p.full_tensor()` meets a plain gathered parameter
+    ("'Parameter' object has no attribute 'full_tensor'").
+
+    How to see it: The group's `_sharded_state` is not SHARDED when the optimizer steps; `type(module.weight)` is
+    `Parameter`, not `DTensor`.
+
+    Remedy: Call `reshard()` on the root and on every group kept gathered before a step, and before parameters are read.
+    Methods beside `forward` are registered (`register_fsdp_forward_method`), children are called through the root.
+
+    Call: model.reshard()
+
+    Seen in: pytorch #144289 #153354; transformers #42436; trl #4550; verl #4974
+
+    Detected by: facts that a recording takes at the optimizer's step; exceptions at a live look.
+
+    Severity: silent for a write; now for a failed access.
+    """
+    facts = it.facts
+    if not isinstance(facts, GroupFacts) or not facts.parameters:
+        return False
+    said = it.world.said
+    if "gathered" in said and facts.sharded_state != "sharded":
+        return True
+    # In a recording such an exception may as well be a mix-up of somebody's own tensors, far from any module.
+    passing = any(group.backward_pending or group.training_state != "idle" for group in it.world.groups)
+    outside = "mixed" in said and it.world.live and facts.sharded_state == "sharded" and not passing
+    return facts.stale or outside
+
+
+@rule("DK604", kinds=(GROUP,), severity="silent", says=("mixed",), follows=("DK105",))
 def aborted_backward(it: Subject) -> bool:
     """Aborted backward: gradients no longer reach the optimizer
 
