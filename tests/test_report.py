@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import jsonschema
 import pytest
-from traces import SPLIT_MESSAGE, Rank, cause, decoder_names, engine_trace, on
+from traces import SPLIT_MESSAGE, Rank, cause, decoder_names, engine_trace, on, unlike_names
 
 from diagkit.cli import main
 from diagkit.errors import UsageError
@@ -255,10 +255,10 @@ def test_a_page_may_load_nothing_and_run_nothing_but_its_own_script() -> None:
 
 
 def test_a_thousand_parameters_on_eight_ranks_stay_below_300_kilobytes() -> None:
-    names = [f"layers.{i}.{part}.weight" for i in range(100) for part in "abcdefghij"]
-    trace = engine_trace(names, ranks=8)
-    for form in ("html", "md", "json"):
-        assert len(render(trace, form, against=engine_trace(names, guarded=True, ranks=8)).encode()) < 300_000, form
+    for names in (decoder_names(111), unlike_names(1000, 80)):
+        trace, after = (engine_trace(names, ranks=8, guarded=guarded) for guarded in (False, True))
+        for form in ("html", "md", "json"):
+            assert len(render(trace, form, against=after).encode()) < 300_000, form
 
 
 def test_a_thousand_ranks_fit_into_two_megabytes() -> None:

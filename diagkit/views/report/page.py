@@ -33,6 +33,8 @@ __all__ = ["page"]
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{}'; base-uri 'none'; form-action 'none'"
 #: Lines of a list that are written out.
 LIMIT = 50
+#: Lines of the table of tensors, and rows of a figure: a page is for reading, the JSON has more.
+LINES, ROWS = 150, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,11 @@ def page(report: Report) -> str:
             sections=[(id, name) for id, name in names.items() if wanted.get(id, True)],
             pictures=pictures,
             policy=Markup(_POLICY.format(digest)),
-            css=Markup(_file("page.css")),
+            css=Markup(_colours() + _file("page.css")),
             script=Markup(script),
             version=__version__,
             LIMIT=LIMIT,
+            LINES=LINES,
         )
     )
 
@@ -99,7 +102,7 @@ def _environment() -> Environment:
     )
     environment.filters["prose"] = _prose
     environment.globals.update(
-        tr=tr, trn=trn, on_ranks=on_ranks, ranks_text=ranks_text, public_call=public_call, colour=palette.device
+        tr=tr, trn=trn, on_ranks=on_ranks, ranks_text=ranks_text, public_call=public_call, device_class=_device_class
     )
     return environment
 
@@ -119,6 +122,19 @@ def _visible(value: Any) -> Any:
     return "\n".join(map(printable, str(value).split("\n")))
 
 
+_DEVICES = {"cpu": palette.CPU, "accelerator": palette.ACCELERATOR, "meta": palette.META, "unknown": palette.UNKNOWN}
+
+
+def _device_class(device: str | None) -> str:
+    colours = palette.device(device)
+    return next(name for name, known in _DEVICES.items() if known == colours)
+
+
+def _colours() -> str:
+    """The palette's colours for the chips of the tables."""
+    return "".join(f".{name}{{background:{c.fill};color:{c.ink}}}" for name, c in _DEVICES.items()) + "\n"
+
+
 def _file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
@@ -129,16 +145,17 @@ def _pictures(report: Report) -> dict[str, list[Picture]]:
 
     trace, told = report.trace, report.told
     wanted: dict[str, list[Callable[[], Any]]] = {
-        "timeline": [lambda: views.residency_map(trace)],
+        "timeline": [lambda: views.residency_map(trace, rows=ROWS)],
         "tensors": [lambda: views.bytes_by_device(trace, rank=told.rank)],
-        "ranks": [lambda: views.rank_grid(trace)] if trace.world_size > 1 else [],
+        "ranks": [lambda: views.rank_grid(trace, rows=ROWS)] if trace.world_size > 1 else [],
         "fix": [],
         "history": [],
     }
     if name := _blamed(report):
         wanted["timeline"].append(lambda: views.lifeline(trace, name, rank=told.rank))
     if (against := report.against) is not None:
-        wanted["fix"].append(lambda: views.before_after(trace, against, names=(tr("First run"), tr("Second run"))))
+        names = (tr("First run"), tr("Second run"))
+        wanted["fix"].append(lambda: views.before_after(trace, against, names=names, rows=ROWS))
     if cells := history(trace):
         wanted["history"].append(lambda: views.outcome_matrix(cells))
     return {section: list(_drawn(figures)) for section, figures in wanted.items()}
