@@ -297,8 +297,8 @@ def test_ranks_with_one_cause_make_one_finding() -> None:
     assert finding.ranks == tuple(range(8)) and len(finding.names) == 21
     assert "all 8" in repr(findings)
     some = Trace({rank: engine_trace(ranks=8, guarded=rank not in (2, 3, 5))[rank] for rank in range(8)})
-    (finding,) = diagnose(some)
-    assert finding.ranks == (2, 3, 5)
+    finding, apart = diagnose(some)
+    assert finding.ranks == apart.ranks == (2, 3, 5) and apart.code == "DK801"
     assert "2, 3, 5 of 8" in str(finding)
 
 

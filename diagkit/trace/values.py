@@ -11,10 +11,11 @@ from typing import Any
 from diagkit.trace.schema import Cause, Failure, Frame
 from diagkit.trace.shapes import Shape, ShapeRuns
 
-# What our writer never writes plainly: control characters and halves of surrogate pairs. They are no harm in a file,
-# but would be in a terminal or an encoder.
-_SUSPECT = re.compile(rb"\\u(00|d[89a-f]|D[89A-F])")
-_CONTROL = {n: "\N{REPLACEMENT CHARACTER}" for n in (*range(32), *range(127, 160)) if n not in (9, 10)}
+# No harm in a file, but in a terminal, a page or an encoder: control characters, those that turn the direction of what
+# follows or end a line, and halves of surrogate pairs.
+_SUSPECT = re.compile(rb"\\u(?:00|061c|20[026]|feff|d[89a-f])", re.IGNORECASE)
+_TURNING = (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
+_CONTROL = {n: "\N{REPLACEMENT CHARACTER}" for n in (*range(32), *range(127, 160), *_TURNING) if n not in (9, 10)}
 
 
 class Malformed(ValueError):
