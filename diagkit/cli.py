@@ -45,7 +45,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "diagkit.doctor", "say what will work on this machine, and what to do for the rest"),
     Command("diagnose", "diagkit.diagnosis.diagnose_command", "find the hazards in a folder of traces"),
     Command("compare", "diagkit.trace.compare_command", "say where two runs part first: which phase, call and rows"),
-    Command("export", "diagkit.trace.export", "write a trace as tables for other tools: Parquet or CSV"),
+    Command("export", "diagkit.trace.export", "write a trace as tables (Parquet, CSV), or as a trace once more, redacted"),
     Command("report", "diagkit.views.report.command", "tell a run's story in one file, for whoever was not there"),
     Command("explain", "diagkit.diagnosis.explain_command", "say what the first failure in a job's log means"),
     Command("run", "diagkit.run.command", "run a training script unchanged, and record where its parameters live"),

@@ -11,8 +11,9 @@ import pytest
 from traces import Rank, engine_trace, on
 
 from diagkit.cli import main
+from diagkit.diagnosis import diagnose
 from diagkit.errors import MissingDependency, UsageError
-from diagkit.trace import Trace
+from diagkit.trace import Trace, open_trace
 from diagkit.trace.export import TABLES, export
 from diagkit.trace.schema import CALL, MARK, Cause, Failure
 
@@ -121,3 +122,36 @@ def test_csv_works_without_anything_that_is_installed(tmp_path: pathlib.Path) ->
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(read_csv(tmp_path / "out" / "residencies.csv")) == 4
+
+
+def states(trace: Trace) -> list[object]:
+    return [
+        (moment.label, moment.time, [rank.facts[n] for n in rank.state(moment).facts], rank.state(moment).generations)
+        for rank in trace
+        for moment in rank.moments
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"guarded": True}, {"heals": True}], ids=str)
+def test_a_trace_written_once_more_says_the_same(tmp_path: pathlib.Path, options: dict[str, bool]) -> None:
+    trace = engine_trace(ranks=2, **options)  # type: ignore[arg-type]
+    again = open_trace(export(trace, tmp_path, "jsonl")[0].parent)
+    assert states(again) == states(trace)
+    for one, other in zip(again, trace, strict=True):
+        assert (one.header, one.rows, one.phases, one.problems) == (other.header, other.rows, other.phases, [])
+        assert [(m.cause, m.failure) for m in one.moments] == [(m.cause, m.failure) for m in other.moments]
+    assert diagnose(again).to_json() == diagnose(trace).to_json()
+
+
+def test_a_trace_that_was_cut_off_stays_so(tmp_path: pathlib.Path) -> None:
+    whole = engine_trace()[0]
+    whole.ended = None
+    again = open_trace(export(Trace({0: whole}), tmp_path, "jsonl")[0])
+    assert again[0].ended is None and "cut off" in again.problems[0]
+
+
+def test_a_redacted_trace_can_be_handed_on(tmp_path: pathlib.Path) -> None:
+    export(engine_trace().redacted(names=True), tmp_path, "jsonl")
+    text = (tmp_path / "rank-00000.jsonl").read_text()
+    assert "embed_tokens" not in text and "/site/verl" not in text
+    assert diagnose(open_trace(tmp_path)).codes == diagnose(engine_trace()).codes

@@ -1,14 +1,16 @@
-"""``diagkit export TRACE --to parquet|csv``: a trace as tables for other tools.
+"""``diagkit export TRACE --to parquet|csv|jsonl``: a trace as tables for other tools, or as a trace once more.
 
 Three tables: ``residencies`` (a line per rank, moment and tensor that changed there), ``moments`` (what happened, and
 who did it) and ``ranks`` (who recorded). They are written rank by rank, so that memory follows one rank. In CSV a text
-that a spreadsheet would take for a formula gets an apostrophe in front, which spreadsheets do not show.
+that a spreadsheet would take for a formula gets an apostrophe in front, which spreadsheets do not show. ``jsonl`` is
+diagkit's own form: with ``--redact``, a trace to hand to strangers.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,10 +22,11 @@ from diagkit.trace.frames import COLUMNS, lines
 from diagkit.trace.merged import Trace
 from diagkit.trace.progress import on_stderr
 from diagkit.trace.rank import RankTrace
+from diagkit.trace.rewrite import rewrite
 
 __all__ = ["FORMATS", "TABLES", "add_arguments", "export", "main"]
 
-FORMATS = ("parquet", "csv")
+FORMATS = ("parquet", "csv", "jsonl")
 
 #: A spreadsheet takes a text for a formula when it begins so, also after blanks or with the wide forms of the signs.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
@@ -81,29 +84,35 @@ TABLES = (
 
 
 def export(trace: Trace, folder: str | os.PathLike[str], to: str = "parquet") -> list[Path]:
-    """Writes the tables into the folder, which is made if need be, and returns their files.
+    """Writes the tables, or the trace, into the folder, which is made if need be, and returns the files.
 
     Raises:
         UsageError: unknown format, a file is there already, or the folder cannot be written.
         MissingDependency: Parquet without pyarrow.
     """
     if to not in FORMATS:
-        raise UsageError("unknown format", found=to, expected=" or ".join(FORMATS))
-    write = _parquet_writer() if to == "parquet" else _write_csv
+        raise UsageError("unknown format", found=to, expected=", ".join(FORMATS))
     place = Path(folder)
-    files = [place / f"{table.name}.{to}" for table in TABLES]
+    write = _parquet_writer() if to == "parquet" else _write_csv
     try:
         place.mkdir(parents=True, exist_ok=True)
+        if to == "jsonl":
+            return rewrite(trace, place)
+        files = [place / f"{table.name}.{to}" for table in TABLES]
         for file in files:
             if file.exists() or file.is_symlink():
-                raise UsageError("there is such a file already", where=file, remedy="Name another folder with -o")
+                raise FileExistsError(errno.EEXIST, "", str(file))
         for file, table in zip(files, TABLES, strict=True):
             write(file, table, trace)
+        return files
+    except FileExistsError as error:
+        raise UsageError(
+            "there is such a file already", where=error.filename or place, remedy="Name another folder with -o"
+        ) from error
     except OSError as error:
         raise UsageError(
             "cannot export", found=error.strerror or error, where=place, remedy="Name a folder that can be written"
         ) from error
-    return files
 
 
 class _Write(Protocol):
