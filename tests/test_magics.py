@@ -26,6 +26,7 @@ if not dist.is_initialized():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = fully_shard(torch.nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+plain = torch.nn.Linear(1, 1)
 """
 
 
@@ -81,9 +82,36 @@ def test_an_exception_is_explained_from_the_kernels_last_one(shell: Any, capsys:
     assert "not an FSDP2 residency problem" in said
 
 
+def test_guard_and_heal_leave_a_healthy_model_without_a_policy_alone(shell: Any) -> None:
+    said = shell.run_line_magic("guard", "model skip")
+    assert repr(said) == "<Guard of FSDPLinear, on_move='skip'>"
+    assert shell.ev("model.to('cpu') is model")
+    for line in ("", "model", "model optimizer --dry-run", "--alone model"):
+        healing = shell.run_line_magic("heal", line)
+        assert repr(healing) == "nothing to mend" and "nothing to mend" in healing._repr_html_()
+    assert "on_move='skip'" in repr(shell.run_line_magic("guard", ""))
+    assert shell.run_line_magic("guard", "off") is None
+    with pytest.raises(Exception, match="what is to be guarded"):
+        shell.run_line_magic("guard", "")
+
+
+def test_unloading_closes_the_guards(shell: Any) -> None:
+    import torch
+
+    before = vars(torch.nn.Module)["_apply"]
+    shell.run_line_magic("guard", "model")
+    assert vars(torch.nn.Module)["_apply"] is not before
+    shell.run_line_magic("unload_ext", "diagkit")
+    assert vars(torch.nn.Module)["_apply"] is before
+    shell.run_line_magic("load_ext", "diagkit")
+
+
 MISTAKES = [
     ("residency", "nothing_of_that_name", "no such variable: found nothing_of_that_name"),
     ("guard", "", "what is to be guarded?"),
+    ("guard", "model stop", "unknown on_move: found stop, expected raise, skip, warn"),
+    ("guard", "plain", "too early to guard: found it is not sharded"),
+    ("heal", "nothing_of_that_name", "no such variable: found nothing_of_that_name"),
 ]
 
 
@@ -100,7 +128,7 @@ def test_unloading_takes_every_command_out(shell: Any) -> None:
     before = {kind: set(names) for kind, names in shell.magics_manager.magics.items()}
     shell.run_line_magic("unload_ext", "diagkit")
     after = {kind: set(names) for kind, names in shell.magics_manager.magics.items()}
-    assert before["line"] - after["line"] == {"residency", "explain", "guard"}
+    assert before["line"] - after["line"] == {"residency", "explain", "guard", "heal"}
     assert before["cell"] - after["cell"] == {"record"}
     shell.run_line_magic("load_ext", "diagkit")
 
@@ -144,8 +172,20 @@ CELLS = {
     "split": "%%px --block\n%residency model",
     "crash": "%%px --block\ntry:\n    model.state_dict()\nexcept RuntimeError as error:\n    last = error\nraise last",
     "explain": "%%px --block\n%explain",
-    "heal": "%%px --block\nmodel.to('cpu');",
+    "plan": "%%px --block\n%heal --dry-run model optimizer",
+    "heal": "%%px --block\nimport diagkit as dk\nhealing = dk.heal(model, optimizer)\nprint(rank, healing.codes)",
     "healed": "%%px --block\n%residency model",
+    "again": "%%px --block\n%heal",
+    "guard": "%%px --block\n%guard model",
+    "stopped": """
+        %%px --block
+        try:
+            model.to("npu")
+        except dk.errors.MoveBlocked as error:
+            print(f"rank {rank}: {error}")
+    """,
+    "told": "%%px --block\n%guard",
+    "off": "%%px --block\n%guard off",
     "on": """
         %%px --block
         losses += [step(model, optimizer) for _ in range(3)]
@@ -202,12 +242,27 @@ def test_the_split_is_seen_on_both_and_its_cause_is_the_cells_line(outputs: dict
         assert "DK101" in outputs[name]
         assert "ranks: all 2" in outputs[name]
     assert "cause: " in outputs["moved"]
-    assert "Module.to -> FSDPParam.reset_sharded_param" in outputs["moved"]
+    assert "Module.to -> " in outputs["moved"] and "-> FSDPParam.reset_sharded_param" in outputs["moved"]
 
 
 def test_the_crash_is_explained_once_for_both(outputs: dict[str, str]) -> None:
     assert outputs["explain"].count("DK101") >= 1
     assert "ranks all 2: RuntimeError: Attempted to set the storage" in outputs["explain"]
+
+
+def test_both_ranks_show_one_plan_and_heal_together(outputs: dict[str, str]) -> None:
+    assert "ranks all 2: would mend (simulated accelerator):" in outputs["plan"]
+    assert "4 parameters: on the CPU again" in outputs["plan"]
+    for rank in (0, 1):
+        assert f"{rank} ('DK101',)" in outputs["heal"]
+    assert "ranks all 2: nothing to mend (simulated accelerator)" in outputs["again"]
+
+
+def test_the_guard_stops_the_move_on_both(outputs: dict[str, str]) -> None:
+    assert "ranks all 2: <Guard of FSDPSequential, on_move='raise'>" in outputs["guard"]
+    for rank in (0, 1):
+        assert f"rank {rank}: a move of FSDPSequential to npu:{rank} splits its parameters" in outputs["stopped"]
+    assert "Module.to npu:0" in outputs["told"] and outputs["off"] == ""
 
 
 def test_after_the_heal_training_goes_on(outputs: dict[str, str]) -> None:

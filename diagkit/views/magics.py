@@ -1,4 +1,5 @@
-"""Commands for a live notebook: ``%residency``, ``%%record``, ``%explain``, ``%guard``, after ``%load_ext diagkit``.
+"""Commands for a live notebook: ``%residency``, ``%%record``, ``%explain``, ``%guard``, ``%heal``, after ``%load_ext
+diagkit``.
 
 Where the kernels of an ipyparallel cluster are the ranks of a job, the same commands under ``%%px`` show one table for
 all ranks, on rank 0. Nothing is loaded until a command is used, and unloading takes everything out again.
@@ -7,14 +8,16 @@ all ranks, on rank 0. Nothing is loaded until a command is used, and unloading t
 from __future__ import annotations
 
 import ast
-import contextlib
 import shlex
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diagkit.errors import DiagkitError, UsageError
 
-_GUARDS: list[contextlib.AbstractContextManager[Any]] = []
+if TYPE_CHECKING:
+    from diagkit.remedy import Guard
+
+_GUARDS: list[Guard] = []
 
 
 def load(shell: Any) -> None:
@@ -25,7 +28,7 @@ def load(shell: Any) -> None:
 
 
 def unload(shell: Any) -> None:
-    """Takes the commands out, and what `%guard` put in."""
+    """Takes the commands out, and closes the guards of `%guard`."""
     _leave_guards()
     for name in _LINES:
         shell.magics_manager.magics["line"].pop(name, None)
@@ -173,8 +176,6 @@ def _display(thing: object) -> None:
 
 def _explain(shell: Any, line: str) -> Any:
     """%explain: what the last exception means, on every rank that has one."""
-    from diagkit import torch_internals
-    from diagkit.capture.meeting import gathered
     from diagkit.live import explain
 
     last = getattr(shell, "last_execution_result", None)
@@ -183,41 +184,71 @@ def _explain(shell: Any, line: str) -> Any:
         text = repr(explain(error))
     except UsageError:
         text = ""
-    found = gathered(text.encode())
-    if found is None:
-        return None
-    from diagkit.views.ranks import TextOfRanks
-
-    return TextOfRanks({r: part.decode() for r, part in found.items()}, torch_internals.rank_and_world()[1])
+    return _texts(text)
 
 
 # ---- %guard
 
 
-def _guard(shell: Any, line: str) -> None:
-    """%guard MODEL [raise|warn|skip]: stops manual moves of the model from here on. %guard off: no more."""
+def _guard(shell: Any, line: str) -> Any:
+    """%guard MODEL [raise|warn|skip]: stops manual moves of the model from here on, on every rank that runs it.
+
+    %guard: what was stopped so far. %guard off: no more.
+    """
     words = shlex.split(line)
     if words == ["off"]:
         _leave_guards()
-        return
+        return None
+    if not words and _GUARDS:
+        return _texts("\n".join(map(repr, _GUARDS)))
     if not words or len(words) > 2:
         raise UsageError("what is to be guarded?", expected="%guard MODEL [raise|warn|skip], or %guard off")
-    import diagkit
+    from diagkit.remedy import guard
 
-    guard = getattr(diagkit, "guard", None)
-    if guard is None:
-        raise UsageError("this version of diagkit has no guard", found=diagkit.__version__)
-    entered = guard(_value(shell, words[0]), on_move=(words[1:] or ["raise"])[0])
-    entered.__enter__()
-    _GUARDS.append(entered)
+    _GUARDS.append(guard(_value(shell, words[0]), *words[1:]))
+    return _texts(repr(_GUARDS[-1]))
 
 
 def _leave_guards() -> None:
     while _GUARDS:
-        with contextlib.suppress(Exception):
-            _GUARDS.pop().__exit__(None, None, None)
+        _GUARDS.pop().close()
 
 
-_LINES: dict[str, Callable[..., Any]] = {"residency": _residency, "explain": _explain, "guard": _guard}
+# ---- %heal
+
+
+def _heal(shell: Any, line: str) -> Any:
+    """%heal [--dry-run] [--buffers] [--alone] [MODEL [OPTIMIZER ...]]: mends what a move or an exception has done.
+
+    Without a model: every FSDP2 model that a variable holds. On the ranks of a job all run it together.
+    """
+    from diagkit.remedy import heal
+
+    words = shlex.split(line)
+    options = {option: option in words for option in ("--dry-run", "--buffers", "--alone")}
+    models, optimizers = _watched(shell, shlex.join(word for word in words if word not in options))
+    healing = heal(models, optimizers, **{name[2:].replace("-", "_"): on for name, on in options.items()})
+    return _texts(repr(healing), alone=healing)
+
+
+def _texts(text: str, alone: object = None) -> Any:
+    """What every rank has to say, on rank 0; of a single rank the thing itself, if there is one."""
+    from diagkit import torch_internals
+    from diagkit.capture.meeting import gathered
+    from diagkit.views.ranks import TextOfRanks
+
+    world = torch_internals.rank_and_world()[1]
+    if world == 1 and alone is not None:
+        return alone
+    found = gathered(text.encode())
+    return None if found is None else TextOfRanks({r: part.decode() for r, part in found.items()}, world)
+
+
+_LINES: dict[str, Callable[..., Any]] = {
+    "residency": _residency,
+    "explain": _explain,
+    "guard": _guard,
+    "heal": _heal,
+}
 
 __all__ = ["load", "unload"]
