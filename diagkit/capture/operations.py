@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from diagkit import torch_internals as internals
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:
@@ -29,6 +31,11 @@ class Operation:
 def _sharded(group: Any, *_: Any) -> bool:
     """A group is told to shard its parameters again also where they are."""
     return bool(getattr(group, "is_sharded", False))
+
+
+def _at_rest(module: Any, *_: Any) -> bool:
+    """Every move of an FSDP module shards it first, which it mostly is."""
+    return all(getattr(group, "is_sharded", True) for group in internals.state_groups(internals.fsdp_state(module)))
 
 
 def _initialised(state: Any, *_: Any) -> bool:
@@ -74,7 +81,7 @@ PLACES: tuple[Place, ...] = (
         "FSDPModule",
         "reshard",
         Operation("FSDPModule.reshard", "groups", notable=False),
-        None,
+        _at_rest,
     ),
     ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "reset_sharded_param", RESET, None),
     ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup", "__init__", SHARD, None),
