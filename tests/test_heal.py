@@ -16,6 +16,9 @@ from typing import Any
 import heal_ranks
 import pytest
 
+from diagkit.diagnosis.rule import Rule, find_rules
+from diagkit.remedy.mend import ANSWERS
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Results = dict[str, list[Any]]
 
@@ -210,3 +213,13 @@ def test_a_trace_tells_who_mended(results: Results) -> None:
         "troubles": [],
         "at the end": [],
     }
+
+
+CURABLE = [rule for code in sorted({code for codes in ANSWERS.values() for code in codes}) for rule in find_rules(code)]
+
+
+@pytest.mark.parametrize("rule", CURABLE, ids=lambda rule: rule.code)
+def test_the_lesson_of_each_curable_hazard_names_it(rule: Rule) -> None:
+    assert "`dk.heal(model, optimizer" in rule.english["Remedy"]
+    assert rule.english["Call"].startswith("dk.heal(model, optimizer")
+    assert ("dk.guard(model)" in rule.english["Remedy"]) == (rule.code == "DK101")

@@ -17,9 +17,12 @@ def buffer_left_on_cpu(it: Subject) -> bool:
 
     How to see it: A buffer's device is cpu while the mesh is the accelerator's, and it was on the accelerator before.
 
-    Remedy: Move the buffers alone; parameters under the policy must not be moved with them.
+    Remedy: Move the buffers alone; parameters under the policy must not be moved with them. After the exception
+    `dk.heal(model, optimizer)` does it, at any other time `dk.heal(model, optimizer, buffers=True)`.
 
-    Call: for b in model.buffers(): b.data = b.data.to(device)
+    Call: dk.heal(model, optimizer, buffers=True)  # or by hand:
+
+    for b in model.buffers(): b.data = b.data.to(device)
 
     Seen in: prime-rl #1636; VeOmni #776; torchtitan #624; transformers #45859
 

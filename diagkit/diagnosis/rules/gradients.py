@@ -18,10 +18,12 @@ def stranded_gradient(it: Subject) -> bool:
     How to see it: The storage device of `p.grad` differs from that of `p`.
 
     Remedy: Step and `zero_grad()` before anything is moved. A gradient that is not needed any more is dropped; one that
-    is needed is copied to its parameter's device. A step that failed half-way has already counted and decayed the
-    parameters that it reached: load those again.
+    is needed is copied to its parameter's device, which `dk.heal(model, optimizer)` does. A step that failed half-way
+    has already counted and decayed the parameters that it reached: load those again.
 
-    Call: optimizer.zero_grad(set_to_none=True)
+    Call: dk.heal(model, optimizer)  # or without them:
+
+    optimizer.zero_grad(set_to_none=True)
 
     Seen in: verl #4218 #1978; pytorch #135156
 

@@ -17,8 +17,10 @@ def poisoned_lazy_init(it: Subject) -> bool:
 
     How to see it: The root mark is set, and a parameter of some group has no `param_dtype`. Devices may be healthy.
 
-    Remedy: Believe the first error, not this one. Mend what it names; then build the model again, or reset every
-    state's root mark and shared context so that lazy init runs anew.
+    Remedy: Believe the first error, not this one. `dk.heal(model, optimizer)` mends what it names, and resets every
+    state's root mark and shared context so that lazy init runs anew; or build the model again.
+
+    Call: dk.heal(model, optimizer)
 
     Seen in: follows DK101 and DK103 in any notebook or retry loop
 
@@ -82,11 +84,14 @@ def aborted_backward(it: Subject) -> bool:
     is running; after the next backward `p.grad is None` for the parameters that the optimizer holds. The module's own
     slots hold the gathered parameters, whose gradients look fine and prove nothing.
 
-    Remedy: After an exception in backward build the model again. Or drop the piled-up gradients while the gathered
-    parameters are still in their slots, then reset FSDP2's iteration state (torch 2.13 has a method for that on the
-    root). The order matters: without the first line the next step takes the old gradients in.
+    Remedy: `dk.heal(model, optimizer)`, on every torch; then do the step anew from its first micro-batch. By hand, drop
+    the piled-up gradients while the gathered parameters are still in their slots, then reset FSDP2's iteration state
+    (torch 2.13 has a method for that on the root). The order matters: without the first line the next step takes the
+    old gradients in. Or build the model again.
 
-    Call: model.zero_grad(); optimizer.zero_grad()
+    Call: dk.heal(model, optimizer)  # or by hand:
+
+    model.zero_grad(); optimizer.zero_grad()
 
     model.reset_iter_state()
 

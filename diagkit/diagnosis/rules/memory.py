@@ -20,10 +20,12 @@ def pin_lost(it: Subject) -> bool:
     True. Ask of `FSDPParam._sharded_param_data` too: it is what is copied.
 
     Remedy: Share a copy, not the parameter; or choose `CPUOffloadPolicy(pin_memory=False)`. To pin again give each
-    parameter new memory through the module, which FSDP2 then pins. Where the system refuses to pin (`ulimit -l`),
-    `fully_shard` itself raises.
+    parameter new memory, as `dk.heal(model, optimizer)` does, or through the module: FSDP2 then pins it. Where the
+    system refuses to pin (`ulimit -l`), `fully_shard` itself raises.
 
-    Call: model._apply(torch.clone)
+    Call: dk.heal(model, optimizer)  # or by hand:
+
+    model._apply(torch.clone)
 
     Seen in: pytorch #157146 #119878; axolotl #2743; prime-rl #3552
 

@@ -21,9 +21,12 @@ def stranded_state(it: Subject) -> bool:
     `state["step"]` is not on the CPU.
 
     Remedy: Under the policy leave the optimizer alone: its state is born on the CPU, where the parameters are. Mend
-    by moving the entries to their parameter's bytes, and load optimizer state only into a healthy model.
+    by moving the entries to their parameter's bytes, as `dk.heal(model, optimizer)` does, and load optimizer state
+    only into a healthy model.
 
-    Call: for p, s in optimizer.state.items(): s.update({k: v.to("cpu") for k, v in s.items()})
+    Call: dk.heal(model, optimizer)  # or by hand:
+
+    for p, s in optimizer.state.items(): s.update({k: v.to("cpu") for k, v in s.items()})
 
     Seen in: UniRL #441; prime-rl #2729; pytorch #144397 #117476
 
@@ -54,9 +57,12 @@ def split_state(it: Subject) -> bool:
     `optimizer.state`.
 
     Remedy: Move whole entries: `state[name] = value.to(device)`. To mend, give each local tensor back to the device
-    that its wrapper names, by the means that took it away.
+    that its wrapper names, by the means that took it away. `dk.heal(model, optimizer)` does so on the CPU, where the
+    parameters under the policy are.
 
-    Call: for s in optimizer.state.values(): s.update({k: v.clone().to(v.device) for k, v in s.items()})
+    Call: dk.heal(model, optimizer)  # or by hand:
+
+    for s in optimizer.state.values(): s.update({k: v.clone().to(v.device) for k, v in s.items()})
 
     Seen in: prime-rl #1694; Megatron-LM #4623
 

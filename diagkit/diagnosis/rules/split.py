@@ -31,10 +31,13 @@ def pinned_split(it: Subject) -> bool:
 
     Remedy: Do not move a module that is under an offload policy: its parameters belong on the CPU, and FSDP2 brings
     them to the accelerator layer by layer. Guard the move by the policy itself, not by where the first parameter
-    is. To mend a live model, move it back, then put the buffers back on the accelerator, since the way back drags
-    them to the CPU. To export, take each tensor to the accelerator alone.
+    is; `with dk.guard(model):` stops such a move and names its line. `dk.heal(model, optimizer)` mends a live model.
+    By hand, move it back, then put the buffers back on the accelerator, since the way back drags them to the CPU. To
+    export, take each tensor to the accelerator alone.
 
-    Call: model.to("cpu")
+    Call: dk.heal(model, optimizer)  # or by hand:
+
+    model.to("cpu")
 
     for b in model.buffers(): b.data = b.data.to(device)
 
@@ -65,9 +68,12 @@ def hand_made_split(it: Subject) -> bool:
     storage with the local tensor; or the bytes are on the accelerator while the metadata says cpu.
 
     Remedy: Never exchange one of the two: change wrapper and local tensor together, through a module-level `_apply`
-    such as `model.to(...)`, or copy values in place with `copy_`. To mend, put both on one device again by the means
-    that parted them, then move the whole module to the CPU, which joins the handles (on the split itself `model.to`
-    raises "Couldn't swap"). If values were written to one side only, load the checkpoint again.
+    such as `model.to(...)`, or copy values in place with `copy_`. `dk.heal(model, optimizer)` joins the handles; what
+    the optimizer trained stays. By hand, put both on one device again by the means that parted them, then move the
+    whole module to the CPU (on the split itself `model.to` raises "Couldn't swap"). If values were written to one side
+    only, load the checkpoint again.
+
+    Call: dk.heal(model, optimizer)
 
     Seen in: torch-xpu-ops #2677; pytorch #192441; vllm-omni #1888 #2021
 
@@ -92,9 +98,12 @@ def on_accelerator_whole(it: Subject) -> bool:
     share the local tensor's storage.
 
     Remedy: Build and load under the policy on the CPU: `to_empty(device="cpu")`, CPU tensors, `assign=False`. A
-    live model goes back with `.to("cpu")`, and its buffers to the accelerator after that.
+    live model is brought back by `dk.heal(model, optimizer)`; by hand with `.to("cpu")`, and its buffers to the
+    accelerator after that.
 
-    Call: model.to("cpu")
+    Call: dk.heal(model, optimizer)  # or by hand:
+
+    model.to("cpu")
 
     Seen in: pytorch #135156 #126305 #139110; accelerate #3910; LlamaFactory #10318; torchtune #1495; verl #4218 #1978
 
@@ -118,10 +127,13 @@ def on_accelerator_past_reset(it: Subject) -> bool:
     How to see it: Metadata and storage device are the accelerator, the flat bytes are on the CPU: they share no
     storage.
 
-    Remedy: Move nothing under the policy. To mend, move the FSDP module that owns the parameter, not the child: its
-    `_apply` tells FSDP2, which takes the new bytes over.
+    Remedy: Move nothing under the policy. `dk.heal(model, optimizer)` brings the new bytes back and keeps them. By
+    hand, move the FSDP module that owns the parameter, not the child: its `_apply` tells FSDP2, which takes the new
+    bytes over.
 
-    Call: model.to("cpu")
+    Call: dk.heal(model, optimizer)  # or by hand:
+
+    model.to("cpu")
 
     Seen in: pytorch #135156 #126305 #139110; accelerate #3910; LlamaFactory #10318; torchtune #1495; verl #4218 #1978
 

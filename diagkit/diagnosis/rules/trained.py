@@ -51,9 +51,12 @@ def trained_is_not_gathered(it: Subject) -> bool:
 
     Remedy: Write values in place (`copy_` under `no_grad`, or `load_state_dict`). What must be exchanged goes through
     a call that tells FSDP2: a whole-module `_apply`, or `load_state_dict(assign=True)`, after which the optimizer is
-    built anew. To mend parted handles, exchange the storage once more through the module; the trained values win.
+    built anew. `dk.heal(model, optimizer)` joins parted handles, and so does exchanging the storage once more through
+    the module; the trained values win.
 
-    Call: model._apply(torch.clone)
+    Call: dk.heal(model, optimizer)  # or by hand:
+
+    model._apply(torch.clone)
 
     Seen in: pytorch #132721 #132954 #130530; verl #2822
 
