@@ -163,3 +163,22 @@ def call_a_child(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def give_memory(model: nn.Module, device: str) -> None:
     model.to_empty(device=device)
+
+
+def stage_to_host(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to("cpu", non_blocking=True) for name, tensor in weights.items()}
+
+
+def checksum(weights: dict[str, torch.Tensor]) -> float:
+    total = 0.0
+    for tensor in weights.values():
+        total += float(tensor.sum())
+    return total
+
+
+def park(model: nn.Module) -> None:
+    model.to("cpu", non_blocking=True)
+
+
+def clones(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.to_local().clone() for name, tensor in model.state_dict().items()}

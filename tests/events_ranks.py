@@ -29,6 +29,7 @@ import diagkit as dk
 from diagkit.demo.predictions.bench import DECODER, Bench, buffers_to, build
 from diagkit.demo.predictions.forked import fork_ranks, warm_up
 from diagkit.demo.predictions.models import Decoder
+from diagkit.lab import simulate
 
 Scenario = Callable[[Lab], None]
 SCENARIOS: dict[str, tuple[Scenario, int, str]] = {}
@@ -220,6 +221,73 @@ def dk403_hard_coded(lab: Lab) -> None:
     bench = build(DECODER, "pinned")
     with lab.recorded(bench) as rec:
         lab.fails(rec, "export", lambda: [culprits.stage(value) for _, value in rec.exported(_whole(bench, "cpu"))])
+
+
+# ---- copies that do not wait
+
+
+@scenario()
+def dk703(lab: Lab) -> None:
+    """Staged to the host without waiting, and read at once."""
+    bench = build(DECODER, "pinned")
+    simulate().set_deferred_copies(True)
+    with dk.record(bench.model, bench.optimizer, out=lab.folder, detail="full") as rec:
+        with rec.phase("export"):
+            weights = dict(rec.exported(_whole(bench, "npu")))
+            early = culprits.checksum(culprits.stage_to_host(weights))
+        with rec.phase("remedy"):
+            weights = dict(rec.exported(_whole(bench, "npu")))
+            host = culprits.stage_to_host(weights)
+            torch.npu.synchronize()  # type: ignore[attr-defined]
+            waited = culprits.checksum(host)
+    simulate().set_deferred_copies(False)
+    lab.answer["right"] = [sum == right for sum, right in zip((early, waited), [_checksum(weights)] * 2, strict=True)]
+
+
+def _checksum(weights: dict[str, torch.Tensor]) -> float:
+    return culprits.checksum({name: tensor.cpu() for name, tensor in weights.items()})
+
+
+@scenario(ranks=2)
+def dk703_whole_model(lab: Lab) -> None:
+    """Without the policy, a model that is parked on the CPU without waiting (verl #7347), and saved at once."""
+    bench = build(DECODER, "none")
+    simulate().set_deferred_copies(True)
+    with dk.record(bench.model, bench.optimizer, out=lab.folder, detail="full") as rec, rec.phase("save"):
+        culprits.park(bench.model)
+        saved = culprits.clones(bench.model)
+    torch.npu.synchronize()  # type: ignore[attr-defined]
+    simulate().set_deferred_copies(False)
+    lab.answer["wrong"] = sum(
+        not torch.equal(saved[name], parameter.to_local()) for name, parameter in bench.model.named_parameters()
+    )
+
+
+@scenario(ranks=2)
+def dk703_waited_for(lab: Lab) -> None:
+    """FSDP2's own copies, and those for which somebody waits: with a stream, an event, a blocking copy."""
+    bench, like = build(DECODER, "pinned"), build(DECODER, "pinned")
+    simulate().set_deferred_copies(True)
+    with dk.record(bench.model, bench.optimizer, out=lab.folder, detail="full") as rec:
+        for _ in range(2):
+            with rec.phase("train"):
+                culprits.train(bench)
+            culprits.train(like)
+        for wait in (
+            lambda: torch.npu.synchronize(),  # type: ignore[attr-defined]
+            lambda: torch.accelerator.synchronize(),
+            lambda: torch.npu.current_stream().synchronize(),  # type: ignore[attr-defined]
+            lambda: torch.npu.Event().synchronize(),  # type: ignore[attr-defined]
+            lambda: torch.ones(1, device="npu").item(),
+            lambda: torch.ones(1, device="npu").cpu(),
+        ):
+            with rec.phase("export"):
+                host = culprits.stage_to_host(dict(rec.exported(_whole(bench, "npu"))))
+                wait()
+                culprits.checksum(host)
+    torch.npu.synchronize()  # type: ignore[attr-defined]
+    simulate().set_deferred_copies(False)
+    lab.answer["same"] = _output(bench) == _output(like)
 
 
 # ---- buffers that hold no values, or each rank's own

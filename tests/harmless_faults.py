@@ -40,7 +40,7 @@ APART = {"diagkit.capture.attach", "diagkit.capture.follow", "diagkit.capture.pa
 SHIELD = {
     *(f"Recorder.{name}" for name in ("_safely", "phase", "mark", "watch", "close", "exported", "observe")),
     *("start", "_writer", "_header", "TraceWriter._emit"),
-    *("_confess", "_stepped", "_registered"),
+    *("_confess", "_stepped", "_registered", "Tap._tell"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Hazards that events between two looks show: exports (DK204, DK403), buffers without values (DK502)."""
+"""Hazards that events between two looks show: exports, buffers without values, copies (DK204 DK403 DK502 DK703)."""
 
 from __future__ import annotations
 
@@ -135,3 +135,43 @@ def test_statistics_that_begin_alike_and_part_in_training_are_no_fault(folder: p
     trace = open_trace(folder / "dk502_statistics")
     assert len({getattr(facts, "digest", None) for facts in trace[0].facts}) > 3
     assert not diagnose(trace)
+
+
+# ---- DK703
+
+
+def test_a_copy_that_is_read_before_anything_waited_holds_other_bytes_and_is_told_with_the_line_that_read(
+    folder: pathlib.Path, answers: Answers
+) -> None:
+    assert answers["dk703"] == [{"right": [False, True]}]  # waiting once is the remedy
+    found = only(folder, "dk703", "DK703")
+    assert len(found.names) == ALL and all(name.endswith("[copy]") for name in found.names)
+    assert culprit(found) == "checksum" and found.phase == "export" and not found.lasting
+    assert any("before anything had waited" in line for line in found.evidence)
+
+
+def test_a_model_that_is_parked_without_waiting_is_saved_wrong_and_its_padded_shards_are_wrong_for_good(
+    folder: pathlib.Path, answers: Answers
+) -> None:
+    assert all(answer["wrong"] for answer in answers["dk703_whole_model"])
+    told = {culprit(found): found for found in findings(folder, "dk703_whole_model") if found.code == "DK703"}
+    saved, padded = told["<dictcomp>"], told["park"]
+    assert saved.ranks == (0, 1)
+    # FSDP2's reset copies an uneven shard into its padding at once: nobody else had a chance to wait.
+    assert padded.ranks == (1,) and "embed.weight [copy]" in padded.names
+
+
+def test_copies_that_somebody_waited_for_and_fsdp2s_own_are_no_fault(folder: pathlib.Path, answers: Answers) -> None:
+    assert [answer["same"] for answer in answers["dk703_waited_for"]] == [True, True]
+    trace = open_trace(folder / "dk703_waited_for")
+    assert any(getattr(facts, "arrival", None) == "under way" for facts in trace[0].facts)
+    assert trace[0].phases[1].calls["copy to npu, non_blocking"] > ALL
+    assert [rank.troubles for rank in trace] == [[], []] and not diagnose(trace)
+
+
+def test_each_copy_says_whence_whither_and_whose_line(folder: pathlib.Path) -> None:
+    moments = [m for m in open_trace(folder / "dk703")[0].moments if m.label == "copy to cpu, non_blocking"]
+    causes = [m.cause for m in moments if m.cause is not None]
+    assert len(causes) == 2 * ALL and {cause.request for cause in causes} == {"npu:0 -> cpu, non_blocking"}
+    assert causes[0].target == "embed.weight" and causes[0].chain[-1] == "Tensor.to"
+    assert causes[0].frame is not None and "stage_to_host" in causes[0].chain

@@ -129,13 +129,13 @@ def world_of(tmp_path: pathlib.Path, odd: dict[int, dict[int, Residency]], ranks
     return open_trace(tmp_path)
 
 
-UNPINNED = Residency("cpu", "cpu", pinned=False, wrapper="DTensor", mesh_device="npu", aliased=True)
+HALVED = Residency("cpu", "cpu", dtype="float16", pinned=True, wrapper="DTensor", mesh_device="npu", aliased=True)
 EMPTY = Residency("cpu", "cpu", pinned=False, wrapper="DTensor", mesh_device="npu", aliased=False, empty=True)
 ELSEWHERE = Residency("npu:5", "npu:5", dtype="", wrapper="DTensor", mesh_device="npu", aliased=True)
 
 
 def test_the_few_are_told_beside_the_many(tmp_path: pathlib.Path) -> None:
-    found = [f for f in diagnose(world_of(tmp_path, {7: {3: UNPINNED}, 9: {3: UNPINNED}})) if f.code == "DK801"]
+    found = [f for f in diagnose(world_of(tmp_path, {7: {3: HALVED}, 9: {3: HALVED}})) if f.code == "DK801"]
     assert [(f.names, f.ranks) for f in found] == [(("l.3.w",), (7, 9))]
 
 
@@ -147,7 +147,7 @@ def test_empty_shards_and_other_indices_of_a_device_are_set_aside(tmp_path: path
 def test_equal_ranks_are_compared_once_and_states_only_where_one_changed(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace = world_of(tmp_path, {rank: {3: UNPINNED, 4: ELSEWHERE} for rank in range(5)})
+    trace = world_of(tmp_path, {rank: {3: HALVED, 4: ELSEWHERE} for rank in range(5)})
     compared: list[int] = []
     apart = across._apart
 

@@ -137,7 +137,12 @@ def test_a_backward_that_raises_is_told_with_the_line_that_called_it(folder: pat
 
 def originals() -> dict[str, object]:
     names = ("_to_sharded", "_to_unsharded", "_to_sharded_post_forward", "post_backward")
-    return {**{name: vars(FSDPParamGroup)[name] for name in names}, "backward": torch.autograd._engine_run_backward}
+    return {
+        **{name: vars(FSDPParamGroup)[name] for name in names},
+        "backward": torch.autograd._engine_run_backward,
+        **{name: getattr(torch.Tensor, name) for name in ("to", "cpu", "copy_", "sum", "__array__")},
+        "save": torch.save,
+    }
 
 
 def test_the_patches_of_a_full_recorder_go_with_it_and_not_with_the_last_one(tmp_path: pathlib.Path) -> None:
@@ -149,3 +154,4 @@ def test_the_patches_of_a_full_recorder_go_with_it_and_not_with_the_last_one(tmp
         assert originals() == before
         assert hasattr(nn.Module._apply, "__wrapped__")
     assert originals() == before and not hasattr(nn.Module._apply, "__wrapped__")
+    assert not {"to", "cpu", "copy_", "sum"} & set(vars(torch.Tensor))  # inherited, as they were

@@ -50,14 +50,21 @@ class Export:
 class Exports:
     """All exports of a recorder."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, follow: bool) -> None:
         self._ledger = ledger
+        self._follow = follow  # remembers where what was handed out is
         self._open: list[Export] = []
         self._lent: dict[int, Lent] = {}  # by row
+        # Of the last export: its storages, whose addresses are not used again meanwhile, and their rows.
+        self._places: dict[int, StorageWeakRef] = {}
+        self._passed: dict[int, int] = {}
 
     def begin(self, label: str | None) -> Export:
         """An export of the model with this label."""
         export = Export(label, self._ledger.inventory.readings.storages(PARAMETER))
+        if not self._open:
+            self._places.clear()
+            self._passed.clear()
         self._open.append(export)
         return export
 
@@ -72,6 +79,8 @@ class Exports:
                 place = StorageWeakRef(inner.untyped_storage())
                 export.lent.append((name, Lent(place, internals.storage_uses(place.cdata), key)))
             export.passed.append((name, shape_of(tensor), key, storage))
+            if self._follow and storage and (inner := internals.innermost(tensor)) is not None:
+                self._places[storage] = StorageWeakRef(inner.untyped_storage())
         export.count += 1
 
     def tell(self) -> None:
@@ -80,6 +89,13 @@ class Exports:
             if export.passed:
                 self._take(export)
                 self._ledger.write(CALL, f"export: {export.count} tensors so far")
+
+    def row_of(self, storage: int) -> int | None:
+        """The row of the tensor on this storage: one that is watched, or was handed out last."""
+        row = self._ledger.inventory.readings.row_at(storage)
+        if row is None and any(storage == its for export in self._open for *_, its in export.passed):
+            self.tell()
+        return self._passed.get(storage) if row is None else row
 
     def end(self, export: Export) -> None:
         """Tells the rest; what was exported is gone at the next reading."""
@@ -93,6 +109,9 @@ class Exports:
         rows, changes = inventory.exported(export.passed, export.label)
         self._ledger.take(changes)
         export.rows += rows.values()
+        self._passed.update(
+            (its, rows[name]) for name, _, _, its in export.passed if name in rows and its in self._places
+        )
         self._lent.update((rows[name], lent) for name, lent in export.lent if name in rows)
         export.passed, export.lent = [], []
 

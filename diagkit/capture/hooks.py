@@ -163,6 +163,14 @@ def _confess(where: str, error: Exception) -> None:
             listener.trouble(where, error)
 
 
+def under_way(listener: Listener) -> bool:
+    """Whether an observed call runs in this thread of which the listener will tell."""
+    call: Call | None = getattr(_here, "call", None)
+    return call is not None and any(
+        listener in one.told and one.operation.scope != "nothing" for one in (call, *call.around())
+    )
+
+
 # ---- the patches
 
 

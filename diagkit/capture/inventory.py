@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -223,6 +224,24 @@ class Inventory:
         for row in exports:
             self.readings.entries[row].written = True
         return self._hand({row: (*key, "written") for row, key in exports.items()})
+
+    def copied(self, source: int, key: Key) -> tuple[int, list[Change]]:
+        """A copy of this row's tensor went to the host; its row, and what changed by it."""
+        readings = self.readings
+        of = readings.rows[source]
+        found = readings.index.get((EXPORT, of.model, of.name, "copy"))
+        if found is None:
+            block = next(block for _, block in readings.blocks if source in block)
+            alike = [readings.rows[row] for row in block]
+            readings.add((replace(row, kind=EXPORT, part="copy", of=row.of or row.id), Handed()) for row in alike)
+            found = readings.index[EXPORT, of.model, of.name, "copy"]
+        readings.entries[found].written = False
+        return found, self._hand({found: key})
+
+    def arrived_late(self, row: int, key: Key) -> list[Change]:
+        """The copy with this row was read before it had arrived; what changed by that."""
+        self.readings.entries[row].written = True
+        return self._hand({row: key})
 
     def let_go(self, rows: Iterable[int]) -> None:
         """These exports are over: gone at the next reading."""

@@ -48,6 +48,8 @@ class Readings:
         self.probed: frozenset[str] = frozenset()  # kinds whose values are asked for
         self._digests: dict[int, bytes | None] = {}
         self._edge = False  # values are read now
+        self._exchanges = 0  # counts up when a row has another storage
+        self._at: tuple[int, dict[int, int]] = (-1, {})  # storage -> row, as of so many exchanges
         self._afresh = False  # read also what a storage that is still the same one cannot change
 
     def of(self, kind: str, model: str | None = None) -> Iterator[int]:
@@ -208,6 +210,7 @@ class Readings:
         exchanged = 0 != before != storage != 0 and self._numbers[row] != ABSENT and self.rows[row].kind != GRADIENT
         number = self._number_of(key)
         if before != storage:
+            self._exchanges += 1
             self._held[row] = self._hold(row, storage)
             self._storages[row] = storage
         self._keys[row] = key
@@ -230,6 +233,12 @@ class Readings:
         tensor = self.entries[row].tensor()
         inner = None if tensor is None else internals.innermost(tensor)
         return None if inner is None else StorageWeakRef(inner.untyped_storage())
+
+    def row_at(self, storage: int) -> int | None:
+        """The first row on this storage, as last read."""
+        if self._exchanges != self._at[0]:
+            self._at = self._exchanges, {its: row for row, its in reversed(list(enumerate(self._storages)))}
+        return self._at[1].get(storage)
 
     def storages(self, kind: str) -> set[int]:
         """The storages of all rows of a kind, as last read."""

@@ -17,10 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
-from diagkit.capture import hooks
+from diagkit.capture import hooks, taps
 from diagkit.capture.cause import from_stack, from_traceback, marks_of, message_of
+from diagkit.capture.copies import Copies
 from diagkit.capture.failures import failure_of
 from diagkit.capture.handed import Exports
 from diagkit.capture.hooks import Call
@@ -73,7 +75,8 @@ class Recorder:
         self._phases = Phases()
         self._ledger = Ledger(writer, wants, self._phases)
         self._ledger.inventory.readings.probed = probed
-        self._exports = Exports(self._ledger)
+        self._exports = Exports(self._ledger, self.full)
+        self._copies = Copies(self._ledger, self._exports, self._phases, self._copy_cause)
         self._told: tuple[Any, ...] = ()  # marks of the exception told last, so that it is told once on its way up
         self._failed_last = ("", "")  # type and message of the failure told last
         self.activity = 0  # observed calls and phases so far: a sign of life
@@ -105,6 +108,8 @@ class Recorder:
     def observe(self) -> None:
         """Puts the hooks in, also into what the job has imported since. Only recorders of calls need it."""
         self._safely("observe", hooks.add, self)
+        if self.full:
+            self._safely("observe", taps.add, self)
 
     def watches(self, module: nn.Module) -> bool:
         """Whether the module belongs to a watched model."""
@@ -179,6 +184,7 @@ class Recorder:
 
     def _close(self, reason: str) -> None:
         if not self._closed and os.getpid() == self._pid:
+            self._shielded("close", taps.remove, self)
             self._shielded("close", hooks.remove, self)  # also for a signal's handler in the middle of a reading
         self._safely("close", self._end)
         self._safely("close", self._shut, reason)
@@ -301,6 +307,18 @@ class Recorder:
                 FAILURE, f"{call.operation.name}: {type(error).__name__}", EVERYTHING, cause=cause, failure=failure
             )
 
+    def copied(self, name: str, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
+        """A tensor was copied to another device (the Watcher of taps.py)."""
+        self._safely("copy", self._copies.copied, name, source, target, non_blocking)
+
+    def read(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor is about to be read."""
+        self._safely("read", self._copies.read, name, tensor)
+
+    def waited(self) -> None:
+        """Something waited for the device."""
+        self._safely("wait", self._copies.waited)
+
     def registered(self, module: nn.Module) -> None:
         """A module, parameter or buffer was registered somewhere."""
         if self._ledger.inventory.watches(module):
@@ -328,6 +346,11 @@ class Recorder:
         except Exception as error:  # what moved is worth telling without who moved it
             self.trouble("cause", error)
             return Cause(call.operation.name)
+
+    def _copy_cause(self, name: str, target: str, request: str) -> Cause | None:
+        if hooks.under_way(self):
+            return None
+        return replace(self._cause(Call(Operation(name, "nothing"), None)), target=target, request=request)
 
     @staticmethod
     def _label(cause: Cause, operation: Operation) -> str:

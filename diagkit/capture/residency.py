@@ -137,20 +137,20 @@ def read_managed(
         return _unreadable(param, f"{type(error).__name__}: {error}"[:200]), NO_STORAGE
 
 
-#: What a key may end with: `Residency.shares`, the word for `Residency.unwritten`, and, as bytes, a digest.
+#: What a key may end with: `Residency.shares`, `Residency.arrival`, the word for `unwritten`, and, as bytes, a digest.
 SHARES = ("tie", "apart", "parameter", "written")
+ARRIVALS = (UNDER_WAY, EARLY) = ("under way", "read early")
 UNWRITTEN = "unwritten"
+_ENDS = frozenset((*SHARES, *ARRIVALS, UNWRITTEN))
 
 
 def decode(key: Key) -> Residency:
     """The record of a key."""
-    shares = digest = None
-    unwritten = False
-    while isinstance(last := key[-1], bytes) or (isinstance(last, str) and last in (*SHARES, UNWRITTEN)):
-        digest = last.hex() if isinstance(last, bytes) else digest
-        shares = last if last in SHARES else shares
-        unwritten = unwritten or last == UNWRITTEN
+    ends: list[str | bytes] = []
+    while isinstance(last := key[-1], bytes) or (isinstance(last, str) and last in _ENDS):
+        ends.append(last)
         key = key[:-1]
+    shares = next((end for end in ends if end in SHARES), None)
     if key[0] is None:
         return Residency(metadata_device=str(key[1]), wrapper=str(key[2]), shares=shares, unreadable=str(key[3]))
     wrapper, device, place, dtype, local_dtype, pinned, mesh, agrees, empty, wants_grad, *managed = key
@@ -173,8 +173,9 @@ def decode(key: Key) -> Residency:
         sharded_state=internals.enum_name(state),
         roomy=bool(roomy),
         shares=shares,
-        unwritten=unwritten,
-        digest=digest,
+        unwritten=UNWRITTEN in ends,
+        digest=next((end.hex() for end in ends if isinstance(end, bytes)), None),
+        arrival=next((end for end in ends if end in ARRIVALS), None),
     )
 
 

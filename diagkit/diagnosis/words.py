@@ -108,6 +108,8 @@ def _tensor(facts: Residency) -> str:
         text += tr("; the wrapper says {claimed}, the bytes are {held}", claimed=facts.dtype, held=facts.storage_dtype)
     if facts.unwritten:
         text += tr("; nothing was written into them since `to_empty` gave them")
+    if facts.arrival == "read early":
+        text += tr("; they were read before anything had waited for the copy")
     if facts.shares == "written":
         text += tr("; they are its parameter's, and were written while the export was held")
     if not facts.shape_agrees:

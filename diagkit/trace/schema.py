@@ -84,6 +84,8 @@ class Residency:
     shares: str | None = None
     unwritten: bool = False  # a buffer that was on meta: nothing has been written into the bytes that it got
     digest: str | None = None  # of its values on this rank, where they were asked for
+    # Of a copy to the host that did not wait: "under way", or "read early", before anything waited for it.
+    arrival: str | None = None
     unreadable: str | None = None
 
     tag: ClassVar[str] = "tensor"

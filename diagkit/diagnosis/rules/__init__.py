@@ -3,6 +3,7 @@
 from diagkit.diagnosis.rules import (
     buffers,
     collectives,
+    copies,
     engine,
     gradients,
     handed,
@@ -20,6 +21,7 @@ from diagkit.diagnosis.rules import (
 __all__ = [
     "buffers",
     "collectives",
+    "copies",
     "engine",
     "gradients",
     "handed",

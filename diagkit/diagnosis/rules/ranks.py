@@ -33,6 +33,8 @@ def alike_on_all_ranks(facts: Facts | None) -> Facts | None:
             metadata_device=device_type(facts.metadata_device) or "",
             storage_device=device_type(facts.storage_device),
             flat_device=device_type(facts.flat_device),
+            pinned=None,  # of a shard that is moved by hand its padding decides; DK701 tells lost pins
+            flat_pinned=None,
             roomy=False,
             # Values are every rank's own but for what is no parameter.
             digest=None if facts.wrapper == "DTensor" or facts.requires_grad else facts.digest,
@@ -65,7 +67,7 @@ def ranks_disagree(it: Subject) -> bool:
     more than they take (a layer frozen on one rank is enough), until a connection breaks or the watchdog ends the
     job and blames whoever waited.
 
-    How to see it: Held beside each other, the ranks' metadata device, storage device, pinning, dtype, handles or
+    How to see it: Held beside each other, the ranks' metadata device, storage device, dtype, handles or
     policy differ for one name.
 
     Remedy: Do on every rank what one did, or undo it there. Compare the ranks before the first collective, not
@@ -75,9 +77,9 @@ def ranks_disagree(it: Subject) -> bool:
 
     Seen in: pytorch #138842; VeOmni #642; slime #915
 
-    Detected by: facts of at least two ranks, at the ends of phases and of the trace. Indices of devices, uneven and
-    empty shards, and tensors that are on meta while rank 0 loads are set aside; so is what differs inside a phase
-    alone.
+    Detected by: facts of at least two ranks, at the ends of phases and of the trace. Indices of devices, pinning,
+    uneven and empty shards, and tensors that are on meta while rank 0 loads are set aside; so is what differs
+    inside a phase alone.
 
     Severity: hang, or an exception on one rank alone.
     """
