@@ -112,8 +112,14 @@ def test_a_rank_that_left_without_a_word_and_one_that_left_no_trace_are_told() -
     torn = read_rank(trace.sink.lines)
     report = compose(Trace({0: story(phase(2, "save"), ranks=3), 1: torn}))
     told = {fate.how: fate.ranks for fate in report.fates}
-    assert told == {"broke off in phase save": (1,), "left no trace": (2,), "ended as a run should": (0,)}
-    assert report.sentences[1] == "No exception was seen, but on rank 1 the trace broke off in phase save."
+    assert told == {
+        "broke off in phase save, after save: enter": (1,),
+        "left no trace": (2,),
+        "ended as a run should": (0,),
+    }
+    assert report.title == "2 ranks did not end as they should"
+    assert report.sentences[1].startswith("No exception was seen, but on rank 1 the trace broke off in phase save")
+    assert report.sentences[2].endswith("look into the job's log on rank 1, where it ends.")
     assert any("no trace of 1 of 3 ranks" in line for line in report.missing)
     assert not report.good
 
@@ -125,6 +131,19 @@ def test_a_hundred_equal_steps_are_one_line_of_the_timeline() -> None:
         ("init", 1, "ok"),
         ("train", 100, "ok"),
         ("save", 1, "failed"),
+    ]
+
+
+def test_a_run_without_phases_has_a_timeline_of_its_calls() -> None:
+    def steps(trace: Rank) -> None:
+        for _ in range(40):
+            trace.writer.moment(CALL, "Optimizer.step", 0, [])
+        trace.writer.moment(CALL, "Module.state_dict", 0, [])
+
+    outside = compose(Trace({0: story(steps)})).chapters[0]
+    assert [(event.kind, event.what, event.times) for event in outside.events] == [
+        ("call", "Optimizer.step", 40),
+        ("call", "Module.state_dict", 1),
     ]
 
 

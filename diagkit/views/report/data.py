@@ -86,8 +86,14 @@ def _chapter(chapter: Chapter) -> dict[str, Any]:
         "outcome": chapter.outcome,
         "times": chapter.times,
         "events": [
-            {"seconds": round(e.seconds, 6), "kind": e.kind, "what": e.what, "cause": str(e.cause) if e.cause else None}
-            for e in chapter.events
+            {
+                "seconds": round(event.seconds, 6),
+                "kind": event.kind,
+                "what": event.what,
+                "times": event.times,
+                "cause": str(event.cause) if event.cause else None,
+            }
+            for event in chapter.events
         ],
     }
 

@@ -106,12 +106,15 @@ def _fate(rank: RankTrace) -> tuple[bool, str]:
         where = tr("stood still {how_long}", how_long=rank.standstill)
         return False, tr("{what}, in phase {phase}", what=where, phase=phase) if phase else where
     if rank.ended is None:
-        return False, tr("broke off in phase {phase}", phase=phase) if phase else tr("broke off without a last word")
+        last = rank.moments[-1].label if rank.moments else ""
+        if phase:
+            return False, tr("broke off in phase {phase}, after {moment}", phase=phase, moment=last)
+        return False, tr("broke off after {moment}", moment=last) if last else tr("broke off before anything was seen")
     if rank.ended != "closed":
         return False, tr("ended early: {reason}", reason=rank.ended)
     if rank.failures:
-        last = rank.failures[-1]
-        failed = last.failure.type if last.failure else "?"
-        where = rank.phases[last.phase].name
+        moment = rank.failures[-1]
+        failed = moment.failure.type if moment.failure else "?"
+        where = rank.phases[moment.phase].name
         return False, tr("failed in phase {phase}: {error}", phase=where or "-", error=failed)
     return True, tr("ended as a run should")

@@ -186,10 +186,18 @@ def _timeline(report: Report) -> Iterator[str]:
         times = f" ×{chapter.times}" if chapter.times > 1 else ""
         outcome = {"ok": tr("ends well"), "failed": tr("fails"), "open": tr("never ended")}[chapter.outcome]
         name = code(chapter.name, True) if chapter.name else text(tr("outside any phase"))
-        rows.append((f"{chapter.seconds:.3f}", name + times, text(outcome), code(chapter.label, True)))
+        if chapter.ordinal:
+            rows.append((f"{chapter.seconds:.3f}", name + times, text(outcome), code(chapter.label, True)))
         for event in chapter.events:
             where = code(f"{event.cause.frame or ''} {public_call(event.cause)}", True) if event.cause else "-"
-            rows.append((f"{event.seconds:.3f}", name, text(event.what), where))
+            rows.append(
+                (
+                    f"{event.seconds:.3f}",
+                    name,
+                    text(event.what) + (f" ×{event.times}" if event.times > 1 else ""),
+                    where,
+                )
+            )
     yield from _table((tr("seconds"), tr("phase"), tr("what happened"), tr("whose line")), rows)
 
 

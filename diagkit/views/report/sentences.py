@@ -21,8 +21,8 @@ __all__ = ["on_ranks", "public_call", "sentences", "title"]
 _FIRST_SENTENCE = re.compile(r".*?[^.\d](?:\. |。|\.$|$)", re.DOTALL)
 
 
-def title(trace: Trace, findings: Findings, failed: list[Told]) -> str:
-    """The report's heading: the hazard to blame, else the failure, else that all is well."""
+def title(findings: Findings, failed: list[Told], ends: list[Fate]) -> str:
+    """The report's heading: the hazard to blame, else the failure, else the lost ranks, else that all is well."""
     first = _first(findings)
     if first is not None and (first.lasting or first.failure):
         return f"{first.code}: {first.title}"
@@ -30,6 +30,8 @@ def title(trace: Trace, findings: Findings, failed: list[Told]) -> str:
         return tr("{error} in {phase}", error=failed[0].type, phase=failed[0].phase or failed[0].operation)
     if findings.blind:
         return tr("Nothing could be looked at")
+    if lost := sum(len(end.ranks) for end in ends if not end.well):
+        return trn("{count} rank did not end as it should", "{count} ranks did not end as they should", lost)
     return tr("No residency hazard found")
 
 
@@ -45,7 +47,7 @@ def sentences(
             _look(),
         )
     if first is None:
-        return (_calm(told, failed), _failed(trace, failed, ends), _nothing_found(failed))
+        return (_calm(told, failed), _failed(trace, failed, ends), _nothing_found(trace, failed, ends))
     # The move that a failure speaks of says more than the flag that let it happen.
     moved = next((finding for finding in findings if finding.cause and finding.failure), first)
     return (_apart(moved), _failed(trace, failed, ends), _remedy(first))
@@ -127,23 +129,29 @@ def _remedy(finding: Finding) -> str:
 
 def _calm(told: RankTrace, failed: list[Told]) -> str:
     names = list(dict.fromkeys(phase.name for phase in told.phases.values() if phase.name))
-    through = ", ".join(names[:6]) or tr("no phase")
     if not told.moments:
         return tr("The run recorded nothing.")
     state = told.state(failed[0].moment if failed else -1)
     facts = [told.facts[number] for row, number in zip(told.rows, state.facts, strict=True) if row.kind in _WATCHED]
     places = sorted({fact.short() for fact in facts if isinstance(fact, Residency) and not fact.empty})
+    shown = ", ".join(places[:4]) or "-"
+    if not names:
+        return tr("Metadata and bytes stayed together: all tensors are at {places}.", places=shown)
     return tr(
         "Through {phases}, metadata and bytes stayed together: all tensors are at {places}.",
-        phases=through,
-        places=", ".join(places[:4]) or "-",
+        phases=", ".join(names[:6]),
+        places=shown,
     )
 
 
 _WATCHED = (PARAMETER, BUFFER)
 
 
-def _nothing_found(failed: list[Told]) -> str:
+def _nothing_found(trace: Trace, failed: list[Told], ends: list[Fate]) -> str:
+    bad = [end for end in ends if not end.well]
+    if bad and not failed:
+        ranks = on_ranks(bad[0].ranks, trace.world_size)
+        return tr("No residency hazard explains it: look into the job's log {ranks}, where it ends.", ranks=ranks)
     if failed:
         return tr("No residency hazard explains it: look for the cause in the message and in its own line.")
     return tr("There is nothing to mend.")

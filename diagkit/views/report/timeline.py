@@ -13,7 +13,7 @@ from diagkit.diagnosis.words import KINDS
 from diagkit.language import tr, trn
 from diagkit.trace import RankTrace
 from diagkit.trace.patterns import compress
-from diagkit.trace.schema import TENSOR_KINDS, Cause, Moment, Phase, Residency, Row
+from diagkit.trace.schema import CALL, TENSOR_KINDS, Cause, Moment, Phase, Residency, Row
 
 __all__ = ["Chapter", "Event", "timeline"]
 
@@ -23,12 +23,16 @@ CHAPTERS, EVENTS = 200, 40
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """``kind`` is "move", "failure" or "split" (a move after which metadata and bytes are apart)."""
+    """``kind`` is "move", "split" (a move that parts metadata and bytes), "failure" or "call" (nothing moved).
+
+    ``times``: so many in a row.
+    """
 
     seconds: float
     kind: str
     what: str
     cause: Cause | None = None
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,12 @@ class Chapter:
     @property
     def alike(self) -> tuple[object, ...]:
         """What two chapters share that are told as one."""
-        return self.name, self.label, self.outcome, tuple((event.kind, event.what) for event in self.events)
+        return (
+            self.name,
+            self.label,
+            self.outcome,
+            tuple((event.kind, event.what, event.times) for event in self.events),
+        )
 
 
 def timeline(rank: RankTrace) -> list[Chapter]:
@@ -58,7 +67,9 @@ def timeline(rank: RankTrace) -> list[Chapter]:
     events: dict[int, list[Event]] = {}
     for moment, event in sorted(_events(rank), key=lambda pair: pair[0].index):
         found = events.setdefault(moment.phase, [])
-        if len(found) < EVENTS:
+        if found and (found[-1].kind, found[-1].what) == (event.kind, event.what):
+            found[-1] = replace(found[-1], times=found[-1].times + 1)
+        elif len(found) < EVENTS:
             found.append(event)
     chapters: list[Chapter] = []
     for phase in rank.phases.values():
@@ -97,6 +108,10 @@ def _events(rank: RankTrace) -> Iterator[tuple[Moment, Event]]:
         moment = rank.moments[index]
         text = tr("{tensors}: {before} → {after}", tensors=_counted(rows), before=old, after=new)
         yield moment, Event(moment.clock - start, "split" if new in split else "move", text, moment.cause)
+    moved = {index for index, _, _ in moves}
+    for moment in rank.moments:
+        if moment.kind == CALL and moment.index not in moved:
+            yield moment, Event(moment.clock - start, "call", moment.label, moment.cause)
     for moment in rank.failures:
         if moment.failure is not None:
             text = tr("{operation} raises {error}", operation=moment.failure.operation, error=moment.failure.type)
