@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from diagkit.views.maps import before_after, residency_map
     from diagkit.views.matrix import outcome_matrix
     from diagkit.views.volumes import bytes_by_device
+    from diagkit.views.whatif_panel import whatif
 
 __all__ = [
     "Explorer",
@@ -29,6 +30,7 @@ __all__ = [
     "outcome_matrix",
     "rank_grid",
     "residency_map",
+    "whatif",
 ]
 
 _HOMES = {
@@ -41,7 +43,10 @@ _HOMES = {
     "outcome_matrix": "matrix",
     "rank_grid": "grid",
     "residency_map": "maps",
+    "whatif": "whatif_panel",
 }
+
+_NEEDS = {"matplotlib": ("figures need", "report"), "ipywidgets": ("the laboratory needs", "notebook")}
 
 
 def __getattr__(name: str) -> Any:
@@ -50,9 +55,11 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _NEEDS:
             raise
-        raise MissingDependency("figures need matplotlib", remedy="pip install 'diagkit[report]'") from None
+        what, extra = _NEEDS[missing]
+        raise MissingDependency(f"{what} {missing}", remedy=f"pip install 'diagkit[{extra}]'") from None
     value = getattr(module, name)
     globals()[name] = value
     return value
