@@ -115,12 +115,12 @@ class ResidencyTable:
         return len(self.lines)
 
     def __str__(self) -> str:
-        rows = [("tensor", "metadata", "bytes", "notes")]
+        rows: list[tuple[str, ...]] = [("tensor", "metadata", "bytes", "notes")]
         for line in self.lines:
             place = (line.storage_device or "?") + (" pinned" if line.pinned else "")
             notes = ["SPLIT"] * line.split + ([line.kind] if line.kind == BUFFER else []) + list(line.notes)
-            cells = (line.name, line.metadata_device, place, ", ".join(notes))
-            rows.append(tuple(printable(middle(cell, WIDTH)) for cell in cells))
+            rows.append((line.name, line.metadata_device, place, ", ".join(notes)))
+        rows = [tuple(printable(middle(cell, WIDTH)) for cell in row) for row in rows]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         text = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self.heading, *text] if self.heading else text)
