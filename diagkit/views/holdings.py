@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from diagkit.language import msg
 from diagkit.trace.rank import RankTrace
 from diagkit.trace.schema import (
     BUFFER,
@@ -23,18 +24,19 @@ from diagkit.trace.schema import (
     device_type,
 )
 from diagkit.views.sizes import local_bytes, whole_bytes
-from diagkit.views.timeline import Timeline
+from diagkit.views.timeline import Timeline, expand
 
 __all__ = ["PAGEABLE", "PARTS", "PINNED", "Holding", "holdings", "with_index"]
 
-PINNED, PAGEABLE = "cpu, pinned", "cpu, pageable"
-GATHERED = "gathered copies"
+# Places and parts are keys; figures tell them in the chosen language.
+PINNED, PAGEABLE = msg("cpu, pinned"), msg("cpu, pageable")
+GATHERED = msg("gathered copies")
 _PART = {
-    PARAMETER: "parameters",
-    BUFFER: "buffers",
-    GRADIENT: "gradients",
-    OPTIMIZER_STATE: "optimizer state",
-    EXPORT: "exported tensors",
+    PARAMETER: msg("parameters"),
+    BUFFER: msg("buffers"),
+    GRADIENT: msg("gradients"),
+    OPTIMIZER_STATE: msg("optimizer state"),
+    EXPORT: msg("exported tensors"),
 }
 #: What memory is held for, in the order in which it is told.
 PARTS = ("parameters", "buffers", "optimizer state", "gradients", GATHERED, "exported tensors")
@@ -67,7 +69,7 @@ def holdings(rank: RankTrace) -> list[Holding]:
     for s, stretch in enumerate(timeline.stretches):
         if rank.rows[stretch.start].kind not in TENSOR_KINDS:
             continue
-        for holding, number in zip(found, timeline.numbers[s], strict=True):
+        for holding, number in zip(found, expand(timeline.steps[s], timeline.moments), strict=True):
             facts = rank.facts[number]
             if not isinstance(facts, Residency):
                 continue

@@ -131,5 +131,5 @@ def grid(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> s
 
 
 def framed(body: str) -> str:
-    """The box that a notebook shows; the body is HTML already."""
-    return f'<div class="dkt"><style>{STYLE}</style>{body}</div>'
+    """The box that a notebook shows; the body is HTML already. What is wider scrolls, by keyboard too."""
+    return f'<div class="dkt" tabindex="0"><style>{STYLE}</style>{body}</div>'

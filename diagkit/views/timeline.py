@@ -1,27 +1,31 @@
-"""Every row's facts at every moment of one rank, without a line per row: rows that always changed together are one
-stretch.
+"""Every row's facts at every moment of one rank, told by what changed: rows that always changed together are one
+stretch, and a stretch is the few moments at which it did.
 
-A model of 10,000 parameters has as many stretches as its trace has different borders of changes, mostly a few hundred;
-the work grows with them and with the changes, not with parameters times moments.
+A model of 10,000 parameters has as many stretches as its trace has different borders of changes, mostly a few hundred.
+The work grows with the changes in the trace, not with parameters times moments.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from weakref import WeakKeyDictionary
 
 from diagkit.trace.rank import RankTrace
 from diagkit.trace.schema import ABSENT, Row
 
-__all__ = ["Timeline"]
+__all__ = ["Steps", "Timeline", "expand"]
+
+#: Moments at which something became otherwise, in order, and what it then was; before the first it was 0.
+Steps = tuple[tuple[int, int], ...]
 
 
 class Timeline:
-    """``stretches`` are ranges of row numbers in order; ``numbers[s][m]`` are the facts (a number of `RankTrace.facts`,
-    0: not there) of every row of stretch ``s`` right after moment ``m``.
+    """``stretches`` are ranges of row numbers in order; ``steps[s]`` are the moments at which the rows of stretch ``s``
+    got other facts, with the facts (a number of `RankTrace.facts`, 0: not there).
     """
 
     def __init__(self, rank: RankTrace) -> None:
+        self.moments = len(rank.moments)
         edges = {0, len(rank.rows)}
         for moment in rank.moments:
             for change in moment.changes:
@@ -29,20 +33,25 @@ class Timeline:
         edges.update(i for i in range(1, len(rank.rows)) if _kind(rank.rows[i]) != _kind(rank.rows[i - 1]))
         self._edges = sorted(edges)
         self.stretches = tuple(range(a, b) for a, b in zip(self._edges, self._edges[1:], strict=False))
-        self.numbers: tuple[tuple[int, ...], ...] = tuple(zip(*self._columns(rank), strict=True))
+        self.steps: tuple[Steps, ...] = tuple(map(tuple, self._steps(rank)))
 
-    def _columns(self, rank: RankTrace) -> list[list[int]]:
+    def _steps(self, rank: RankTrace) -> list[list[tuple[int, int]]]:
+        steps: list[list[tuple[int, int]]] = [[] for _ in self.stretches]
         now = [ABSENT] * len(self.stretches)
-        columns = []
+        at = {edge: s for s, edge in enumerate(self._edges)}
         for moment in rank.moments:
-            if moment.key:
-                now = [ABSENT] * len(now)
+            left = set(range(len(now))) if moment.key else set()  # rows that a whole state does not name are gone
             for change in moment.changes:
-                first = bisect_left(self._edges, change.start)
-                last = bisect_left(self._edges, change.start + change.count)
-                now[first:last] = [change.facts] * (last - first)
-            columns.append(now.copy())
-        return columns
+                for s in range(at[change.start], at[change.start + change.count]):
+                    left.discard(s)
+                    if now[s] != change.facts:
+                        now[s] = change.facts
+                        steps[s].append((moment.index, change.facts))
+            for s in left:
+                if now[s] != ABSENT:
+                    now[s] = ABSENT
+                    steps[s].append((moment.index, ABSENT))
+        return steps
 
     @classmethod
     def of_rank(cls, rank: RankTrace) -> Timeline:
@@ -55,7 +64,21 @@ class Timeline:
 
     def of(self, row: int) -> tuple[int, ...]:
         """One row's facts, moment by moment."""
-        return self.numbers[bisect_right(self._edges, row) - 1]
+        return expand(self.steps[bisect_right(self._edges, row) - 1], self.moments)
+
+
+def expand(steps: Steps, moments: int) -> tuple[int, ...]:
+    """What it was at each of so many moments.
+
+    >>> expand(((1, 7), (3, 0)), 5)
+    (0, 7, 7, 0, 0)
+    """
+    found: list[int] = []
+    value = 0
+    for moment, after in steps:
+        found += [value] * (moment - len(found))
+        value = after
+    return tuple(found + [value] * (moments - len(found)))
 
 
 _known: WeakKeyDictionary[RankTrace, tuple[tuple[int, int], Timeline]] = WeakKeyDictionary()

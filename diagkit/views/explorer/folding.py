@@ -14,9 +14,9 @@ from diagkit.trace.rank import RankTrace
 from diagkit.trace.schema import PARAMETER, Residency
 from diagkit.views.scene import clean
 from diagkit.views.story import Cell, Tensor, cell_of
-from diagkit.views.timeline import Timeline
+from diagkit.views.timeline import Steps, Timeline, expand
 
-__all__ = ["Line", "fold"]
+__all__ = ["Line", "Ways", "fold"]
 
 #: Lines shown at once; the others are counted, and a filter brings them up.
 LINES = 40
@@ -40,72 +40,118 @@ class Line:
         return " ".join([*words, *([f"×{len(self.names):,}"] if len(self.names) > 1 else [])])
 
 
-#: A number that equal ways of life share, and the way: a cell a moment.
-_Way = tuple[int, tuple[Cell | None, ...]]
+class Ways:
+    """How the tensors of one rank lived. Equal ways share a number; a way is the moments at which a tensor looked
+    otherwise, with the number of its cell.
+    """
+
+    def __init__(self, rank: RankTrace) -> None:
+        timeline = Timeline.of_rank(rank)
+        numbers: dict[Cell | None, int] = {}
+        cells = (cell_of(facts) if isinstance(facts, Residency) else None for facts in rank.facts)
+        looks = [numbers.setdefault(cell, len(numbers)) for cell in cells]  # 0 is None: not there
+        ways: dict[Steps, int] = {}
+        of_stretch = [ways.setdefault(_seen(steps, looks), len(ways)) for steps in timeline.steps]
+        self._moments = timeline.moments
+        self._cells = tuple(numbers)
+        self._split = {number for cell, number in numbers.items() if cell is not None and cell.split}
+        self.ways = tuple(ways)
+        self.of = {
+            (row.kind, row.model, row.name, row.part): of_stretch[s]
+            for s, stretch in enumerate(timeline.stretches)
+            for row in rank.rows[stretch.start : stretch.stop]
+        }
+
+    def told(self, way: int | None) -> tuple[Cell | None, ...] | None:
+        """The cells of a way, moment by moment; None for a tensor that is not there."""
+        return None if way is None else tuple(self._cells[n] for n in expand(self.ways[way], self._moments))
+
+    def split(self, way: int | None) -> bool:
+        """Whether a tensor that lived so was ever split."""
+        return way is not None and any(number in self._split for _, number in self.ways[way])
+
+    def inside(self, span: range) -> list[Steps]:
+        """Every way as it looks inside a span and at the moment before it: did the first moment change anything?"""
+        start = span.start - 1
+        if start <= 0 and span.stop >= self._moments:
+            return list(self.ways)
+        found = []
+        for way in self.ways:
+            before = 0
+            kept: list[tuple[int, int]] = []
+            for moment, number in way:
+                if moment <= start:
+                    before = number
+                elif moment < span.stop:
+                    kept.append((moment, number))
+            found.append(((start, before), *kept))
+        return found
 
 
-class _Ways:
-    """How the tensors of one rank lived, equal ways shared."""
-
-    def __init__(self, rank: RankTrace, one_of: dict[Cell | None, Cell | None]) -> None:
-        self.timeline = Timeline.of_rank(rank)
-        self.rows = {(row.kind, row.model, row.name, row.part): row.id for row in rank.rows}
-        cells = (cell_of(f) if isinstance(f, Residency) else None for f in rank.facts)
-        self._cells = [one_of.setdefault(cell, cell) for cell in cells]
-        self._known: dict[tuple[int, ...], _Way] = {}
-        self._of_stretch: dict[int, _Way] = {}
-
-    def of(self, tensor: Tensor) -> _Way:
-        """A number that equal ways share, and the way."""
-        row = self.rows.get(tensor)
-        if row is None:
-            return -1, ()
-        numbers = self.timeline.of(row)
-        key = id(numbers)
-        if key not in self._of_stretch:
-            cells = tuple(self._cells[n] for n in numbers)
-            self._of_stretch[key] = self._known.setdefault(numbers, (len(self._known), cells))
-        return self._of_stretch[key]
+def _seen(steps: Steps, looks: Sequence[int]) -> Steps:
+    """The steps at which something changed that is shown."""
+    found: list[tuple[int, int]] = []
+    before = 0
+    for moment, facts in steps:
+        if looks[facts] != before:
+            before = looks[facts]
+            found.append((moment, before))
+    return tuple(found)
 
 
-def fold(
-    ranks: Sequence[RankTrace | None], spans: Sequence[range], tensors: Sequence[Tensor]
-) -> tuple[list[Line], int]:
-    """A line per pattern of names and way of life inside the spans; and how many tensors are in no line."""
-    one_of: dict[Cell | None, Cell | None] = {None: None}  # equal cells are one object, so that comparing them is cheap
-    ways = [_Ways(rank, one_of) if rank else None for rank in ranks]
-    seen: dict[tuple[int, int], int] = {}  # what a way looks like inside its span
-    looks: dict[tuple[object, ...], int] = {}
-    groups: dict[tuple[object, ...], tuple[int, Tensor, list[str], list[_Way]]] = {}
-    single = len(tensors) <= SINGLE
-    for at, tensor in enumerate(tensors):
-        both = [way.of(tensor) if way else (-1, ()) for way in ways]
-        look = []
-        for r, (number, cells) in enumerate(both):
-            if (r, number) not in seen:  # the moment before belongs to it: what changed at the first?
-                inside = r, *map(id, cells[max(spans[r].start - 1, 0) : spans[r].stop])
-                seen[r, number] = looks.setdefault(inside, len(looks))
-            look.append(seen[r, number])
-        kind, model, name, part = tensor
-        key = (kind, model, part, *look, name if single else "")
-        groups.setdefault(key, (at, tensor, [], both))[2].append(name)
-    found: list[tuple[int, Line]] = []
+@dataclass(slots=True)
+class _Group:
+    """Tensors of one kind that lived alike; ``positions`` says where each stands in the model."""
+
+    tensor: Tensor
+    ways: tuple[int | None, ...]
+    positions: dict[str, int]
+
+
+def fold(runs: Sequence[Ways | None], spans: Sequence[range], tensors: Sequence[Tensor]) -> tuple[list[Line], int]:
+    """A line per pattern of names and way of life inside the spans; and how many tensors are in no line.
+
+    Where there are more lines than fit, splits come first, then what most tensors share, and every way of life keeps
+    one line as long as there is room.
+    """
+    groups = _groups(runs, spans, tensors)
     several = len({model for _, model, _, _ in tensors}) > 1
-    for first, tensor, names, both in groups.values():
-        kind, model, _, part = tensor
-        for pattern in _patterns(tuple(names)):
+    split = [any(run.split(way) for run, way in zip(runs, group.ways, strict=True) if run) for group in groups]
+    order = sorted(range(len(groups)), key=lambda g: (not split[g], -len(groups[g].positions)))
+    found: list[tuple[int, Line]] = []
+    for done, g in enumerate(order[:LINES], 1):
+        group = groups[g]
+        kind, model, _, part = group.tensor
+        room = max(1, LINES - len(found) - (min(len(order), LINES) - done))
+        patterns = sorted(_patterns(tuple(group.positions)), key=lambda pattern: -pattern.count)[:room]
+        ways = tuple(run.told(way) if run else None for run, way in zip(runs, group.ways, strict=True))
+        for pattern in patterns:
             text = f"{model}: {pattern.text}" if several else pattern.text
             label = clean(f"{text} [{part}]" if part else text)
-            line = Line(label, kind, pattern.names, tuple(cells or None for _, cells in both))
-            found.append((first, line))
-    if len(found) > LINES:
-        found.sort(key=lambda entry: (not _split(entry[1]), -len(entry[1].names)))
-    kept = sorted(found[:LINES], key=lambda entry: entry[0])
-    return [line for _, line in kept], sum(len(line.names) for _, line in found[LINES:])
+            found.append((group.positions[pattern.names[0]], Line(label, kind, pattern.names, ways)))
+    lines = [line for _, line in sorted(found, key=lambda entry: entry[0])]
+    return lines, len(tensors) - sum(len(line.names) for line in lines)
 
 
-def _split(line: Line) -> bool:
-    return any(cell.split for way in line.ways if way for cell in way if cell)
+def _groups(runs: Sequence[Ways | None], spans: Sequence[range], tensors: Sequence[Tensor]) -> list[_Group]:
+    """The tensors by kind and by what their ways look like inside the spans."""
+    known: dict[object, int] = {}  # equal looks get one number, so that they are compared once
+    looks = [
+        [known.setdefault(look, len(known)) for look in run.inside(span)] if run else []
+        for run, span in zip(runs, spans, strict=True)
+    ]
+    single = len(tensors) <= SINGLE
+    groups: dict[tuple[object, ...], _Group] = {}
+    for at, tensor in enumerate(tensors):
+        ways = tuple(run.of.get(tensor) if run else None for run in runs)
+        kind, model, name, part = tensor
+        look = tuple(of[way] if way is not None else None for of, way in zip(looks, ways, strict=True))
+        key = (kind, model, part, look, name if single else "")
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = _Group(tensor, ways, {})
+        group.positions[name] = at
+    return list(groups.values())
 
 
 @functools.lru_cache(maxsize=64)

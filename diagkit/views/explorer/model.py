@@ -16,7 +16,7 @@ from diagkit.trace.rank import RankTrace
 from diagkit.trace.schema import BUFFER, PARAMETER, TENSOR_KINDS, Moment, Row
 from diagkit.views.chosen import one_rank
 from diagkit.views.divergence import Place, counterpart
-from diagkit.views.explorer.folding import Line, fold
+from diagkit.views.explorer.folding import Line, Ways, fold
 from diagkit.views.scene import clean
 from diagkit.views.story import Cell, Column, Tensor, named
 from diagkit.views.words import moment_name
@@ -61,6 +61,7 @@ class Exploration:
         self.traces = tuple(traces)
         self.names = tuple(names)
         self._findings: dict[int, Findings] = {}
+        self._known: dict[int, Ways] = {}  # by the identity of a rank's trace, which lives as long as this
         self._lines: dict[tuple[object, ...], tuple[list[Line], int]] = {}
 
     # ---- what can be chosen
@@ -161,8 +162,13 @@ class Exploration:
             ranks = [self.traces[r].ranks.get(choice.rank) for r in order]
             wanted = self._wanted(choice)
             spans = [self._span(choice, rank) for rank in ranks]
-            self._lines[key] = fold(ranks, spans, wanted)
+            self._lines[key] = fold([self._ways(rank) if rank else None for rank in ranks], spans, wanted)
         return self._lines[key]
+
+    def _ways(self, rank: RankTrace) -> Ways:
+        if id(rank) not in self._known:
+            self._known[id(rank)] = Ways(rank)
+        return self._known[id(rank)]
 
     def _span(self, choice: Choice, rank: RankTrace | None) -> range:
         if rank is None or choice.phase is None:

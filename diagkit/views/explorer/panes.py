@@ -21,15 +21,14 @@ __all__ = ["cause_pane", "finding_title", "findings_table", "line_of", "state_pa
 #: Frames of a stack shown, the innermost ones.
 FRAMES = 12
 
+#: Notes wrap, and a long name may too.
+WRAPPING = ".dkt td:last-child{white-space:normal}.dkt tbody th{white-space:normal;overflow-wrap:anywhere}"
+
 
 def state_pane(shown: Shown) -> str:
     """Where every line of tensors is; with two runs the same lines of both beside each other."""
-    both = len(shown.heads) > 1
-    heads = ["tensors"]
-    for n in range(len(shown.heads)):
-        heads += (
-            [f"{'AB'[n]}: metadata says", f"{'AB'[n]}: bytes are on"] if both else ["metadata says", "bytes are on"]
-        )
+    marks = ("A: ", "B: ") if len(shown.heads) > 1 else ("",)
+    heads = ["tensors", *(f"{mark}{what}" for mark in marks for what in ("metadata", "bytes")), "notes"]
     rows = []
     for i, (line, cells) in enumerate(zip(shown.lines, shown.cells, strict=True)):
         remark = f' <span class="quiet">{escape(line.remark)}</span>' if line.remark else ""
@@ -38,12 +37,12 @@ def state_pane(shown: Shown) -> str:
         notes += ["trains one tensor, gathers another"] * any(cell is not None and cell.apart for cell in cells)
         pairs = [entry for cell in cells for entry in _pair(cell)]
         rows.append([escape(line.label) + remark, *pairs, ", ".join(notes)])
-    caption = " | ".join(f"{'AB'[n]}: {head}" if both else head for n, head in enumerate(shown.heads))
+    caption = " | ".join(mark + head for mark, head in zip(marks, shown.heads, strict=True))
     if shown.left_out:
         caption += f" · {shown.left_out:,} tensors in further lines: filter to see them"
     if not rows:
         return framed(f"<p>{escape(clean(caption))}</p><p>No tensor has this in its name.</p>")
-    return framed(grid(clean(caption), [*heads, "notes"], rows))
+    return f"<style>{WRAPPING}</style>{framed(grid(clean(caption), heads, rows))}"
 
 
 def line_of(texts: Sequence[str]) -> str:
@@ -54,10 +53,8 @@ def line_of(texts: Sequence[str]) -> str:
 def _pair(cell: Cell | None) -> tuple[str, str]:
     if cell is None:
         return '<span class="quiet">not there</span>', ""
-    pinned = " · pinned" if cell.pinned else ""
-    return chip(cell.metadata, cell.metadata, cell.split), chip(
-        cell.storage, (cell.storage or "?") + pinned, cell.split
-    )
+    bytes_at = (cell.storage or "?") + (" · pinned" if cell.pinned else "")
+    return chip(cell.metadata, cell.metadata, cell.split), chip(cell.storage, bytes_at, cell.split)
 
 
 def cause_pane(moment: Moment | None) -> str:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["build"]
 
-WIDE = widgets.Layout(width="100%")
-NO_TENSOR = "(none)"
+WIDE = widgets.Layout(width="auto")
+# A dropdown takes None for "nothing is chosen" and shows no option.
+NO_PHASE, NO_FINDING, NO_TENSOR = 0, -1, ""
 
 
 def build(explorer: Explorer) -> Any:
@@ -45,7 +46,7 @@ class _Controls:
         self.moment = widgets.SelectionSlider(
             options=[("", 0)], description="Moment", continuous_update=True, readout=False, layout=WIDE
         )
-        self.where = widgets.HTML()
+        self.at = widgets.Dropdown(description="At", layout=WIDE)  # the slider's twin, with names
         self.state = widgets.HTML(layout=WIDE)
         self.cause = widgets.HTML(layout=WIDE)
         self.finding = widgets.Dropdown(description="Finding", layout=WIDE)
@@ -60,7 +61,7 @@ class _Controls:
                 widgets.HBox(choosers, layout=widgets.Layout(flex_flow="row wrap")),
                 self.finding,
                 self.moment,
-                self.where,
+                self.at,
                 self.state,
                 self.cause,
                 self.tensor,
@@ -70,6 +71,7 @@ class _Controls:
         )
         for name in ("run", "rank", "phase", "pattern", "moment", "tensor"):
             getattr(self, name).observe(self._chosen, "value")
+        self.at.observe(self._set_moment, "value")
         self.finding.observe(self._jumped, "value")
         self.svg.on_click(lambda _: self._save("explorer.svg"))
         self.html.on_click(lambda _: self._save("explorer.html"))
@@ -78,21 +80,24 @@ class _Controls:
     # ---- from the hand
 
     def _chosen(self, change: dict[str, Any]) -> None:
-        """A control was moved; a value that it does not have any more is of no interest."""
-        if self._setting or change["new"] is None:
+        """A control was moved."""
+        if self._setting:
             return
-        chosen = {"tensor": "" if self.tensor.value == NO_TENSOR else self.tensor.value}
-        for name in ("run", "rank", "phase", "pattern", "moment"):
-            chosen[name] = getattr(self, name).value
+        chosen = {name: getattr(self, name).value for name in ("run", "rank", "pattern", "moment", "tensor")}
+        chosen["phase"] = self.phase.value or None
         with self._telling():
             self.explorer.choose(**chosen)
             self._show()
+
+    def _set_moment(self, change: dict[str, Any]) -> None:
+        if not self._setting:
+            self.moment.value = change["new"]
 
     def _jumped(self, change: dict[str, Any]) -> None:
         if self._setting:
             return
         with self._telling():
-            if change["new"] is None:
+            if change["new"] == NO_FINDING:
                 self.explorer.choose(finding=None)
             else:
                 self.explorer.jump(change["new"])
@@ -117,15 +122,17 @@ class _Controls:
         tensors = [line.names[0] for line in shown.lines if line.kind in (PARAMETER, BUFFER)]
         if choice.tensor and choice.tensor not in tensors:
             tensors.insert(0, choice.tensor)
+        phases = [(name, ordinal or NO_PHASE) for name, ordinal in exploration.phases(choice)]
+        named = [(moment_text(rank, moment), moment.index) for moment in moments] or [("no moment", 0)]
         with self._quietly():
             self.run.value = choice.run
             _set(self.rank, [(str(number), number) for number in trace.ranks], choice.rank)
-            _set(self.phase, exploration.phases(choice), choice.phase)
-            _set(self.moment, [(moment_text(rank, m), m.index) for m in moments] or [("", 0)], choice.moment)
-            _set(self.finding, [(none, None), *found], choice.finding)
-            _set(self.tensor, [NO_TENSOR, *tensors], choice.tensor or NO_TENSOR)
+            _set(self.phase, phases, choice.phase or NO_PHASE)
+            for control in (self.moment, self.at):
+                _set(control, named, choice.moment)
+            _set(self.finding, [(none, NO_FINDING), *found], NO_FINDING if choice.finding is None else choice.finding)
+            _set(self.tensor, [("none", NO_TENSOR), *((name, name) for name in tensors)], choice.tensor)
             self.pattern.value = choice.pattern
-        self.where.value = f"<b>{len(moments)} moments</b>, at {line_of(shown.heads)}"
         self.state.value = state_pane(shown)
         self.cause.value = cause_pane(shown.moments[0])
         self.life.value = picture(exploration, choice) if choice.tensor else ""
