@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from diagkit.errors import UsageError
+from diagkit.language import msg, tr
 from diagkit.trace.merged import Trace
 from diagkit.trace.rank import RankTrace
 from diagkit.trace.schema import Facts, Moment, Residency, Row, device_type
@@ -66,7 +67,7 @@ def diverge(trace: Trace, moment: int | str | Moment | None, kinds: Iterable[str
         at = counterpart(rank, place)
         if rank.ended is None and (at is None or at.index == len(rank.moments) - 1):
             phase = clean(rank.last_phase.name)
-            ended[rank.rank] = f"cut off in {phase}" if phase else "cut off"
+            ended[rank.rank] = tr("cut off in {phase}", phase=phase) if phase else tr("cut off")
         numbers = [cells.setdefault(_cell(fact), len(cells)) for fact in rank.facts]
         facts = rank.state(at).facts if at is not None else []
         columns = _columns(rank.rows, tables, tensors, wanted)
@@ -128,12 +129,12 @@ def _place(trace: Trace, moment: int | str | Moment | None) -> tuple[Place | Non
     """Where the ranks are compared, and its name."""
     first = next(iter(trace))
     if moment is None:
-        return None, "the last moment of every rank"
+        return None, msg("the last moment of every rank")
     if isinstance(moment, str):
         if not any(phase.name == moment for rank in trace for phase in rank.phases.values()):
             names = ", ".join(dict.fromkeys(p.name for p in first.phases.values() if p.name))
             raise UsageError("no such phase in this trace", found=moment, expected=f"one of {names}" if names else None)
-        return Place(moment), f"the end of {clean(moment)}"
+        return Place(moment), tr("the end of {phase}", phase=clean(moment))
     index = moment if isinstance(moment, int) else moment.index
     if not -len(first.moments) <= index < len(first.moments):
         raise UsageError("no such moment in this trace", found=index, expected=f"0 to {len(first.moments) - 1}")

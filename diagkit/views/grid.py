@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from diagkit.language import msg, tr, trn
 from diagkit.trace.merged import Trace
 from diagkit.trace.rank import RankTrace
 from diagkit.trace.schema import Moment
@@ -30,7 +31,7 @@ SIDE_BY_SIDE = 16
 LABEL = 11.5
 TILE = 13.0
 TILES = 4096  # a mosaic of more says nothing any more
-_KEY = (
+_KEY = msg(
     "Every rank: a letter where it is not in group A, crimson where it was cut off, struck out where it left no trace"
 )
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -78,8 +79,9 @@ def rank_grid(
     histories = tuple(zip(*(found.groups[g].state for g in order), strict=True))
     lines = gather([Story(next(iter(whole)), (), (), found.tensors, found.cells, histories)], limit=rows)
     header = whole.header
-    device = f"simulated {header.device}" if whole.simulated else header.device
-    around = " · ".join([f"at {found.moment}", f"{whole.world_size:,} ranks", f"torch {header.torch or '?'}", device])
+    device = tr("simulated {device}", device=header.device) if whole.simulated else header.device
+    ranks = trn("{count} rank", "{count} ranks", whole.world_size)
+    around = " · ".join([tr("at {moment}", moment=tr(found.moment)), ranks, f"torch {header.torch or '?'}", device])
     title = title or _title(found, whole.world_size)
     sentence = _sentence(found, lines)
     scene = Scene(width, 0, title, _text(title, sentence, around, columns, lines, found))
@@ -103,27 +105,35 @@ def _columns(found: Divergence, world: int) -> list[Column]:
 
 def _one(found: Divergence, rank: int, group: int) -> Column:
     if group < 0:
-        return Column(f"{rank}", "missing" if rank in found.missing else "not recorded", -1, rank in found.missing)
-    below = found.ended.get(rank, "" if group == 0 else "differs")
+        return Column(
+            f"{rank}", tr("missing") if rank in found.missing else tr("not recorded"), -1, rank in found.missing
+        )
+    below = found.ended.get(rank, "" if group == 0 else tr("differs"))
     return Column(f"{rank}", below, group, rank in found.ended)
 
 
 def _title(found: Divergence, world: int) -> str:
     present = sum(len(group.ranks) for group in found.groups)
     if len(found.groups) == 1:
-        who = "The only rank is here" if world == 1 else f"All {present:,} ranks are alike"
+        who = tr("The only rank is here") if world == 1 else tr("All {count} ranks are alike", count=f"{present:,}")
         if present < world:
-            who = f"The {present:,} ranks that left a trace are alike" if present > 1 else "One rank left a trace"
+            one = msg("One rank left a trace")
+            who = trn(one, "The {count} ranks that left a trace are alike", present)
     else:
-        others = [rank for group in found.groups[1:] for rank in group.ranks]
-        differ = f"rank {others[0]} differs" if len(others) == 1 else f"{len(others):,} ranks differ"
-        most = len(found.groups[0].ranks)
-        rest = f"the other {most:,}" if most > 1 else f"rank {found.groups[0].ranks[0]}"
-        who = f"{differ[:1].upper()}{differ[1:]} from {rest} in {len(found.differing):,} tensors"
-        who = who.removesuffix("s") if len(found.differing) == 1 else who
-    lost = [f"{len(found.missing):,} {'are' if len(found.missing) > 1 else 'is'} missing"] if found.missing else []
-    lost += [f"{len(found.ended):,} {'were' if len(found.ended) > 1 else 'was'} cut off"] if found.ended else []
+        who = _differ(found)
+    lost = [trn("{count} is missing", "{count} are missing", len(found.missing))] if found.missing else []
+    lost += [trn("{count} was cut off", "{count} were cut off", len(found.ended))] if found.ended else []
     return "; ".join([who, *lost])
+
+
+def _differ(found: Divergence) -> str:
+    others = [rank for group in found.groups[1:] for rank in group.ranks]
+    most = len(found.groups[0].ranks)
+    rest = tr("the other {count}", count=f"{most:,}") if most > 1 else tr("rank {rank}", rank=found.groups[0].ranks[0])
+    tensors = trn("{count} tensor", "{count} tensors", len(found.differing))
+    if len(others) == 1:
+        return tr("Rank {rank} differs from {rest} in {tensors}", rank=others[0], rest=rest, tensors=tensors)
+    return tr("{count} ranks differ from {rest} in {tensors}", count=f"{len(others):,}", rest=rest, tensors=tensors)
 
 
 def _sentence(found: Divergence, lines: Page) -> str:
@@ -133,13 +143,14 @@ def _sentence(found: Divergence, lines: Page) -> str:
         if len(set(history)) > 1:
             common = history[0]
             other = next(cell for cell in history if cell != common)
-            return f"{line.label}: {other or 'not there'} where most have {common or 'nothing'}."
+            here, usual = other or tr("not there"), common or tr("nothing")
+            return tr("{tensors}: {here} where most have {usual}.", tensors=line.label, here=here, usual=usual)
     return ""
 
 
 def _text(title: str, sentence: str, around: str, columns: Sequence[Column], lines: Page, found: Divergence) -> str:
     """The text twin: a column per rank or group."""
-    heads = ["", "", *(column.name if _folded(columns) else f"rank {column.name}" for column in columns)]
+    heads = ["", "", *(column.name if _folded(columns) else tr("rank {rank}", rank=column.name) for column in columns)]
     rows = [
         [
             line.label,
@@ -151,11 +162,15 @@ def _text(title: str, sentence: str, around: str, columns: Sequence[Column], lin
     if not _folded(columns):
         rows.append(["", "", *(column.below for column in columns)])
     out = [title, *([sentence] if sentence else []), around, "", *table([heads, *rows])]
-    out += [f"{column.name.partition(':')[0]}: ranks {column.below}" for column in columns if _folded(columns)]
+    out += [
+        tr("{group}: ranks {ranks}", group=column.name.partition(":")[0], ranks=column.below)
+        for column in columns
+        if _folded(columns)
+    ]
     for rank, why in list(found.ended.items())[:8]:
-        out.append(f"rank {rank}: {why}")
+        out.append(f"{tr('rank {rank}', rank=rank)}: {why}")
     if found.missing:
-        out.append(f"missing: {spans_text(found.missing)}")
+        out.append(f"{tr('missing')}: {spans_text(found.missing)}")
     return "\n".join([*out, *_remarks(columns, lines, found)])
 
 
@@ -168,9 +183,11 @@ def _remarks(columns: Sequence[Column], lines: Page, found: Divergence) -> list[
     further = found.groups[SIDE_BY_SIDE:] if _folded(columns) else ()
     if further:
         ranks = sum(len(group.ranks) for group in further)
-        remarks.append(f"{ranks:,} ranks are in {len(further):,} further states.")
+        text = msg("{count} ranks are in {states} further states.")
+        remarks.append(tr(text, count=f"{ranks:,}", states=f"{len(further):,}"))
     if lines.left_out:
-        remarks.append(f"{lines.left_out:,} tensors differ in further ways; rows= shows more.")
+        text = msg("{count} tensors differ in further ways; rows= shows more.")
+        remarks.append(tr(text, count=f"{lines.left_out:,}"))
     return remarks
 
 
@@ -193,7 +210,7 @@ def _draw(
     scene.width = max(scene.width, left + pitch * len(columns) - GAP + MARGIN)
     y = head(scene, scene.title, around, sentence)
     folded = world > SIDE_BY_SIDE
-    scene.add(Text(left - 12, y + 4, "ranks" if folded else "rank", 10.5, palette.MUTED, anchor="end"))
+    scene.add(Text(left - 12, y + 4, tr("ranks") if folded else tr("rank"), 10.5, palette.MUTED, anchor="end"))
     for c, column in enumerate(columns):
         ink = palette.BAD if column.bad else palette.INK
         scene.add(Text(left + pitch * c + (pitch - GAP) / 2, y + 4, column.name, 12, ink, True, "middle"))
@@ -208,7 +225,8 @@ def _draw(
         for c, (column, cell) in enumerate(zip(columns, history, strict=True)):
             if column.group >= 0:
                 x = left + pitch * c
-                look = cells.Look(cell != before, tip=f"{line.label}, rank {column.name}: {cell or 'not there'}")
+                where = tr("rank {rank}", rank=column.name)
+                look = cells.Look(cell != before, tip=f"{line.label}, {where}: {cell or tr('not there')}")
                 cells.draw(scene, x, y, pitch - GAP, 24, cell, look)
                 if cell != usual:
                     scene.add(Rect(x - 2.5, y - 2.5, pitch - GAP + 5, 29, None, 5, palette.INK, 1.8))
@@ -236,7 +254,7 @@ def _draw(
 def _gone(scene: Scene, x: float, y: float, width: float, height: float, bad: bool) -> None:
     """The place of a rank that left no trace."""
     colour = palette.BAD if bad else palette.MUTED
-    scene.add(Rect(x, y, width, height, palette.GROUND, 4, colour, 1.0, "no trace of this rank"))
+    scene.add(Rect(x, y, width, height, palette.GROUND, 4, colour, 1.0, tr("no trace of this rank")))
     hatch.diagonal(scene, x, y, width, height, palette.BAD_SOFT if bad else palette.FAINT)
 
 
@@ -257,7 +275,7 @@ def _below(scene: Scene, columns: Sequence[Column], left: float, pitch: float, y
 
 def _mosaic(scene: Scene, found: Divergence, world: int, y: float) -> float:
     """Every rank as a tile: plain where it is as most are, with its group's letter where it is not."""
-    for part in wrap(_KEY, scene.width - 2 * MARGIN, 11.5, 3):
+    for part in wrap(tr(_KEY), scene.width - 2 * MARGIN, 11.5, 3):
         scene.add(Text(MARGIN, y, part, 11.5, palette.MUTED))
         y += 15
     left = MARGIN + text_width(f"{world:,}", 10) + 10
@@ -265,7 +283,7 @@ def _mosaic(scene: Scene, found: Divergence, world: int, y: float) -> float:
     across = next(n for n in (64, 32, 16, 8) if n <= fitting or n == 8)
     group_of = {rank: g for g, group in enumerate(found.groups) for rank in group.ranks}
     rows = (world - 1) // across + 1
-    scene.add(Rect(left, y, TILE * across, TILE * rows, palette.FAINT, 0, tip="ranks of group A"))
+    scene.add(Rect(left, y, TILE * across, TILE * rows, palette.FAINT, 0, tip=tr("ranks of group A")))
     for i in range(1, across):
         scene.add(Line(left + TILE * i - 1, y, left + TILE * i - 1, y + TILE * rows, palette.GROUND, 2))
     for row in range(rows):
@@ -286,12 +304,12 @@ def _tile(scene: Scene, x: float, y: float, rank: int, group: int, found: Diverg
     side = TILE - 2
     ended = found.ended.get(rank, "")
     if group < 0:
-        colour, why = (palette.BAD, "missing") if rank in found.missing else (palette.MUTED, "not recorded")
-        scene.add(Rect(x, y, side, side, palette.GROUND, 2, colour, 1.0, f"rank {rank}: {why}"))
+        colour, why = (palette.BAD, tr("missing")) if rank in found.missing else (palette.MUTED, tr("not recorded"))
+        scene.add(Rect(x, y, side, side, palette.GROUND, 2, colour, 1.0, f"{tr('rank {rank}', rank=rank)}: {why}"))
         scene.add(Line(x + 2, y + side - 2, x + side - 2, y + 2, colour))
         return
     letter = LETTERS[group] if group < SIDE_BY_SIDE else "…"
-    tip = f"rank {rank}: group {letter}{', ' + ended if ended else ''}"
+    tip = tr("rank {rank}: group {letter}", rank=rank, letter=letter) + (f", {ended}" if ended else "")
     fill = palette.INK if group else palette.FAINT
     scene.add(Rect(x, y, side, side, fill, 2, palette.BAD if ended else None, 1.6 if ended else 0.0, tip))
     if group:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from diagkit.language import msg, tr
 from diagkit.trace.rank import RankTrace
 from diagkit.trace.schema import device_type
 from diagkit.views import hatch, palette, words
@@ -25,8 +26,9 @@ State = TypeVar("State")
 
 TRACK = 22.0
 #: What a lane may hold, from top to bottom.
-TRACKS = ("metadata", "bytes", "gathered", "gradient")
-LANE_NOTES = {"cpu": "host memory", "meta": "no bytes"}
+TRACKS = (msg("metadata"), msg("bytes"), msg("gathered"), msg("gradient"))
+BYTES = 1  # the place of the bytes among the tracks
+LANE_NOTES = {"cpu": msg("host memory"), "meta": msg("no bytes")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Glimpse:
         place, size = self.places[track], self.sizes[track]
         if place is None:
             return "-"
-        pinned = ["pinned"] if track == TRACKS.index("bytes") and self.pinned else []
+        pinned = [tr("pinned")] if track == BYTES and self.pinned else []
         return ", ".join([place, *pinned, *([human(size)] if size else [])])
 
 
@@ -64,9 +66,9 @@ def lanes_of(shown: Sequence[Glimpse]) -> dict[str, list[int]]:
 
 def lane_note(rank: RankTrace, lane: str) -> str:
     if lane == "?":
-        return "could not be read"
-    accelerator = "simulated accelerator" if rank.header.simulated else "accelerator"
-    return LANE_NOTES.get(device_type(lane) or "", accelerator)
+        return tr("could not be read")
+    accelerator = msg("simulated accelerator") if rank.header.simulated else msg("accelerator")
+    return tr(LANE_NOTES.get(device_type(lane) or "", accelerator))
 
 
 def draw_lanes(scene: Scene, panel: Panel, lanes: dict[str, list[int]], shown: Sequence[Glimpse], y: float) -> float:
@@ -88,7 +90,9 @@ def draw_lanes(scene: Scene, panel: Panel, lanes: dict[str, list[int]], shown: S
         scene.add(Text(MARGIN, upper + 15, lane, 13, bold=True))
         scene.add(Text(MARGIN, upper + 31, lane_note(panel.story.rank, lane), 10.5, palette.MUTED))
         for track in tracks:
-            scene.add(Text(panel.left - 12, middles[lane, track] + 4, TRACKS[track], 10.5, palette.MUTED, anchor="end"))
+            scene.add(
+                Text(panel.left - 12, middles[lane, track] + 4, tr(TRACKS[track]), 10.5, palette.MUTED, anchor="end")
+            )
     for track in range(len(TRACKS)):
         _way(scene, panel, shown, track, middles)
     return y
@@ -100,9 +104,9 @@ def _splits(scene: Scene, panel: Panel, shown: Sequence[Glimpse], top: float, bo
     marks = [0 if not glimpse.split else 1 if c in passing else 2 for c, glimpse in enumerate(shown)]
     for mark, x, width in _runs(panel, marks):
         if mark:
-            label = "split" if mark == 2 else "in passing"
+            label = tr("split") if mark == 2 else tr("in passing")
             fill, ink = (palette.BAD_SOFT, palette.BAD) if mark == 2 else (palette.FAINT, palette.MUTED)
-            scene.add(Rect(x - 4, top, width + 8, bottom - top, fill, 4, tip="metadata and bytes are apart"))
+            scene.add(Rect(x - 4, top, width + 8, bottom - top, fill, 4, tip=tr("metadata and bytes are apart")))
             scene.add(Text(x + width / 2, top - 5, label, 10.5, ink, mark == 2, "middle"))
 
 
@@ -112,7 +116,7 @@ def _way(
     """One track's bars over the moments, joined where it changes its lane."""
     draw = (_metadata, _bytes, _whole, _slim)[track]
     before: tuple[float, float] | None = None
-    states = [(glimpse.places[track], glimpse.sizes[track], track == 1 and glimpse.pinned) for glimpse in shown]
+    states = [(glimpse.places[track], glimpse.sizes[track], track == BYTES and glimpse.pinned) for glimpse in shown]
     at = 0
     for state, x, width in _runs(panel, states):
         place, size, pinned = state
@@ -127,8 +131,8 @@ def _way(
                 scene.add(Line(before[0], before[1], x - GAP / 2, before[1], colour, 1.4))
                 scene.add(Line(x - GAP / 2, y, x, y, colour, 1.4))
             first, last = panel.story.columns[at], panel.story.columns[at + columns - 1]
-            until = f" to {words.moment_name(last)}" if columns > 1 else ""
-            tip = f"{words.moment_name(first)}{until}: {TRACKS[track]} {shown[at].words(track)}"
+            until = tr(" to {moment}", moment=words.moment_name(last)) if columns > 1 else ""
+            tip = f"{words.moment_name(first)}{until}: {tr(TRACKS[track])} {shown[at].words(track)}"
             draw(scene, x, y, width, place, _label(size, bool(pinned), width), tip)
             if pinned:
                 scene.add(Dot(x + width - 8, y, 2.2, palette.device(place).ink))
@@ -139,7 +143,7 @@ def _way(
 def _label(size: int | None, pinned: bool, room: float) -> str:
     """As much as fits of ``"64 kB, pinned"``."""
     text = human(size) if size is not None else ""
-    longer = f"{text}, pinned" if pinned and text else "pinned" if pinned else text
+    longer = ", ".join(filter(None, (text, tr("pinned")))) if pinned else text
     return next((word for word in (longer, text) if text_width(word, 10) <= room - 28), "")
 
 

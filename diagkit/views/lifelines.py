@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 from diagkit.errors import UsageError
+from diagkit.language import msg, tr
 from diagkit.trace.rank import RankTrace
 from diagkit.trace.schema import ABSENT, BUFFER, CALL, GRADIENT, PARAMETER, Residency, Row
 from diagkit.views import palette, words
@@ -169,7 +170,7 @@ def _story(rank: RankTrace, row: Row, glimpses: Sequence[Glimpse], span: range, 
     telling = [i for i, c in enumerate(every) if i == 0 or c.changed or c.failed or c.moment.kind != CALL]
     kept = [telling[i] for i in choose([every[i] for i in telling], moments, rank)]
     history = tuple(order.index(cells[facts[every[i].moment.index]]) for i in kept)
-    label = clean(row.name) or "(no name)"
+    label = clean(row.name) or tr("(no name)")
     columns = tuple(every[i] for i in kept)
     tensor = (row.kind, row.model, row.name, row.part)
     return Story(rank, every, columns, (tensor,), tuple(order), (history,), subject=label)
@@ -180,14 +181,15 @@ def _gathered(glimpses: Sequence[Glimpse]) -> str:
     places = [place for place, _ in itertools.groupby(glimpse.places[2] for glimpse in glimpses) if place]
     if not places:
         return ""
-    return f"; gathered on {places[0]} {({1: 'once', 2: 'twice'}).get(len(places), f'{len(places)} times')}"
+    text = {1: msg("; gathered on {device} once"), 2: msg("; gathered on {device} twice")}
+    return tr(text.get(len(places), msg("; gathered on {device} {count} times")), device=places[0], count=len(places))
 
 
 def _draw(story: Story, verdict: Verdict, shown: Sequence[Glimpse], title: str, width: float) -> Scene:
     lanes = lanes_of(shown)
     named = max(text_width(lane, 13, True) for lane in lanes)
     noted = max(text_width(lane_note(story.rank, lane), 10.5) for lane in lanes)
-    tracked = max(text_width(track, 10.5) for track in TRACKS)
+    tracked = max(text_width(tr(track), 10.5) for track in TRACKS)
     left = MARGIN + max(named, noted) + 18 + tracked + 12
     pitch = min(max((width - left - MARGIN + GAP) / len(shown), 64.0), 150.0)
     panel = Panel(story, verdict, "", "", left, pitch)
@@ -209,7 +211,7 @@ def _text(story: Story, verdict: Verdict, shown: Sequence[Glimpse], title: str) 
     number = {note.column: f" [{note.number}]" for note in marks}
     heads = ["", *(words.moment_name(column) + number.get(c, "") for c, column in enumerate(story.columns))]
     rows = [
-        [name, *(glimpse.words(track) for glimpse in shown)]
+        [tr(name), *(glimpse.words(track) for glimpse in shown)]
         for track, name in enumerate(TRACKS)
         if any(glimpse.places[track] for glimpse in shown)
     ]

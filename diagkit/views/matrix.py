@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from diagkit.errors import UsageError
+from diagkit.language import msg, tr, trn
 from diagkit.views import palette
 from diagkit.views.cells import number
 from diagkit.views.figure import ViewFigure
@@ -21,6 +22,8 @@ __all__ = ["Outcome", "outcome_matrix", "outcomes"]
 
 MARGIN = 20.0
 ROW = 26.0
+#: Outcomes that the demo knows, for the catalogues; another word is told as it is.
+KNOWN = (msg("ok"), msg("crash"), msg("no answer"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +145,9 @@ def _draw(scene: Scene, grid: _Grid, y: float) -> float:
         if group:
             y += 14
             room = left - MARGIN - 8
-            heading = f"process group {group}"
+            heading = tr("process group {group}", group=group)
             heading = heading if text_width(heading, 11.5) <= room else shorten(group, room, 11.5)
-            scene.add(Text(MARGIN, y + 4, heading, 11.5, palette.MUTED, tip=f"process group {group}"))
+            scene.add(Text(MARGIN, y + 4, heading, 11.5, palette.MUTED, tip=tr("process group {group}", group=group)))
         top = y
         for c, operation in enumerate(grid.columns):
             at = y - 9
@@ -189,7 +192,9 @@ def _cell(scene: Scene, x: float, y: float, width: float, cell: Outcome | None, 
     scene.add(Rect(x, y, width, height, palette.GOOD_SOFT if good else palette.BAD, 4, edge, 2.0 if edge else 0.0, tip))
     mark = grid.mark(cell)
     words = (
-        cell.outcome + (f", {cell.detail}" if cell.detail and good else "") + (" (unexpected)" if cell.unlike else "")
+        tr(cell.outcome)
+        + (f", {cell.detail}" if cell.detail and good else "")
+        + (tr(" (unexpected)") if cell.unlike else "")
     )
     text = shorten(words, width - (30 if mark else 12), 11)
     middle = x + width / 2 - (9 if mark else 0)
@@ -205,7 +210,7 @@ def _outcome(data: Mapping[str, Any]) -> Outcome:
     if isinstance(exception, Mapping):
         exception = f"{exception.get('type', '')}: {exception.get('message', '')}"
     without = data.get("without") or ()
-    flags = {"policy": "", "both": " (both flags)", "manual": " (no policy)"}.get(
+    flags = {"policy": "", "both": tr(" (both flags)"), "manual": tr(" (no policy)")}.get(
         str(data.get("flags") or "policy"), ""
     )
     operation = {"move": "move + state_dict"}.get(str(data["operation"]), data["operation"])  # as the demo does
@@ -214,17 +219,17 @@ def _outcome(data: Mapping[str, Any]) -> Outcome:
     return Outcome(
         clean(str(data.get("group") or "")),
         clean(str(data["engine"])),
-        clean(str(data["revision"]) + (f" without {', '.join(without)}" if without else "")),
+        clean(str(data["revision"]) + (tr(" without {guards}", guards=", ".join(without)) if without else "")),
         clean(f"{operation}{flags}"),
         outcome,
         "" if outcome == "ok" else clean(str(exception or "")),
-        clean(f"on {detail}" if detail else str(data.get("detail") or "")),
+        clean(tr("on {device}", device=detail) if detail else str(data.get("detail") or "")),
         bool(data.get("differences")),
     )
 
 
 def _engine(name: str) -> str:
-    return {"fsdp": "FSDP engine", "veomni": "VeOmni engine"}.get(name, name)
+    return {"fsdp": tr("FSDP engine"), "veomni": tr("VeOmni engine")}.get(name, name)
 
 
 def _title(found: Sequence[Outcome]) -> str:
@@ -239,15 +244,21 @@ def _title(found: Sequence[Outcome]) -> str:
             and 0 < bad < len(mine)
             and all(c.outcome == "ok" or c.operation in whole for c in mine)
         ):  # what fails, fails everywhere: its name tells more than a number
-            return f"only {' and '.join(sorted(whole))} still fail{'s' if len(whole) == 1 else ''}"
-        return f"{bad or 'none'} of {len(mine)} operations fail{'s' if bad == 1 else ''}"
+            text = msg("only {operations} still fails") if len(whole) == 1 else msg("only {operations} still fail")
+            return tr(text, operations=tr(" and ").join(sorted(whole)))
+        if not bad:
+            return tr("none of {count} operations fail", count=len(mine))
+        text = msg("{bad} of {count} operations fails") if bad == 1 else msg("{bad} of {count} operations fail")
+        return tr(text, bad=bad, count=len(mine))
 
     def at(revision: str) -> str:
-        return {"before": "Before the fix", "current": "in the current code"}.get(revision, f"at {revision}")
+        known = {"before": tr("Before the fix"), "current": tr("in the current code")}
+        return known.get(revision) or tr("at {revision}", revision=revision)
 
-    first = f"{at(revisions[0])}, {failing(revisions[0])}"
+    first = tr("{when}, {what}", when=at(revisions[0]), what=failing(revisions[0]))
     first = first[:1].upper() + first[1:]
-    return first if len(revisions) == 1 else f"{first}; {at(revisions[-1])}, {failing(revisions[-1])}"
+    last = tr("{when}, {what}", when=at(revisions[-1]), what=failing(revisions[-1]))
+    return first if len(revisions) == 1 else f"{first}; {last}"
 
 
 def _around(cells: Sequence[Any]) -> str:
@@ -255,10 +266,10 @@ def _around(cells: Sequence[Any]) -> str:
     data = next((c if isinstance(c, Mapping) else c.to_json() for c in cells if not isinstance(c, Outcome)), {})
     words = []
     if ranks := data.get("ranks"):
-        words.append(f"{ranks} rank{'s' if ranks != 1 else ''}")
+        words.append(trn("{count} rank", "{count} ranks", ranks))
     if device := data.get("device"):
         words.append(
-            f"simulated {device}: the device is simulated, FSDP2 and the processes are real"
+            tr("simulated {device}: the device is simulated, FSDP2 and the processes are real", device=device)
             if data.get("simulated")
             else device
         )
@@ -268,10 +279,10 @@ def _around(cells: Sequence[Any]) -> str:
 def _text(title: str, around: str, grid: _Grid) -> str:
     out = [title, *([around] if around else [])]
     for group in dict.fromkeys(group for group, _, _ in grid.rows):
-        rows = [["engine", "revision", *grid.columns]]
+        rows = [[tr("engine"), tr("revision"), *grid.columns]]
         for row in (row for row in grid.rows if row[0] == group):
             rows.append([row[1], row[2], *(_words(grid, grid.cells.get((row, c))) for c in grid.columns)])
-        out += ["", *([f"process group {group}"] if group else []), *table(rows)]
+        out += ["", *([tr("process group {group}", group=group)] if group else []), *table(rows)]
     out += [""] * bool(grid.messages) + [f"[{i}] {message}" for i, message in enumerate(grid.messages, 1)]
     return "\n".join(out)
 
@@ -279,7 +290,7 @@ def _text(title: str, around: str, grid: _Grid) -> str:
 def _words(grid: _Grid, cell: Outcome | None) -> str:
     if cell is None:
         return "-"
-    words = cell.outcome if cell.outcome == "ok" else cell.outcome.upper()
+    words = tr(cell.outcome) if cell.outcome == "ok" else tr(cell.outcome).upper()
     words += f" {cell.detail}" if cell.detail and cell.outcome == "ok" else ""
     words += f" [{grid.mark(cell)}]" if cell.exception else ""
-    return words + (" (unexpected)" if cell.unlike else "")
+    return words + (tr(" (unexpected)") if cell.unlike else "")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from diagkit.errors import UsageError
+from diagkit.language import msg, tr, trn
 from diagkit.trace.rank import RankTrace
 from diagkit.trace.schema import device_type
 from diagkit.views import hatch, palette, words
@@ -25,7 +26,7 @@ from diagkit.views.verdict import Verdict, context
 __all__ = ["bytes_by_device"]
 
 LANE = 92.0  # height of the tallest bar
-SCOPE = "Counted: watched tensors on this rank, each storage once; not activations, caches or padding."
+SCOPE = msg("Counted: watched tensors on this rank, each storage once; not activations, caches or padding.")
 _HATCHES: dict[str, Callable[[Scene, float, float, float, float, str], None]] = {
     "optimizer state": hatch.horizontal,
     "gradients": hatch.vertical,
@@ -109,25 +110,33 @@ def _answer(chart: Chart) -> tuple[str, str]:
     """Title and sentence: the peaks, and what most of the greatest one is."""
     told = []
     for place in chart.places:
-        where = {PINNED: "pinned host memory", PAGEABLE: "pageable host memory"}.get(place, place)
-        told.append(f"{human(chart.peak(place))} {'in' if where != place else 'on'} {where}")
-    title = f"At most {told[0] if len(told) == 1 else ', '.join(told[:-1]) + ' and ' + told[-1]}"
+        text = {
+            PINNED: msg("{size} in pinned host memory"),
+            PAGEABLE: msg("{size} in pageable host memory"),
+        }.get(place, msg("{size} on {place}"))
+        told.append(tr(text, size=human(chart.peak(place)), place=place))
+    listed = told[0] if len(told) == 1 else tr(" and ").join((", ".join(told[:-1]), told[-1]))
+    title = tr("At most {what}", what=listed)
     first = chart.places[0]
     moment = chart.peaks[first]
     parts = {part: count for (place, part), count in chart.every[moment].bytes_of.items() if place == first}
     most = max(parts, key=lambda part: parts[part])
-    whole = "all of it" if len(parts) == 1 else f"{human(parts[most])} of it"
+    all_of_it = msg("{place} holds most at “{moment}”: all of it {part}.")
+    text = all_of_it if len(parts) == 1 else msg("{place} holds most at “{moment}”: {size} of it {part}.")
     name = words.moment_name(chart.story.every[moment])
-    sentence = f"{first} holds most at “{name}”: {whole} {most}."
+    sentence = tr(text, place=tr(first), moment=name, size=human(parts[most]), part=tr(most))
     if unsized := chart.every[moment].unsized:
-        sentence += f" {unsized:,} tensor{'s' * (unsized > 1)} of unknown size not counted."
+        sentence += " " + trn(
+            "{count} tensor of unknown size not counted.", "{count} tensors of unknown size not counted.", unsized
+        )
     return title, sentence
 
 
 def _draw(chart: Chart, title: str, sentence: str, width: float) -> ViewFigure:
     notes = [_lane_note(chart, place) for place in chart.places]
     labels = max(
-        *(text_width(place, 13, True) for place in chart.places), *(text_width(line, 10.5) for n in notes for line in n)
+        *(text_width(tr(place), 13, True) for place in chart.places),
+        *(text_width(line, 10.5) for n in notes for line in n),
     )
     left = MARGIN + labels + 20
     pitch = min(max((width - left - MARGIN + GAP) / len(chart.held), 64.0), 150.0)
@@ -162,7 +171,7 @@ def _lane(scene: Scene, panel: Panel, chart: Chart, place: str, note: Sequence[s
     drawn = bool(capacity) and capacity / scale <= LANE * 1.001
     height = max(chart.peak(place) / scale, capacity / scale if drawn else 0.0, 34.0)
     bottom = top + height
-    scene.add(Text(MARGIN, top + 4, place, 13, bold=True))
+    scene.add(Text(MARGIN, top + 4, tr(place), 13, bold=True))
     for i, line in enumerate(note):
         scene.add(Text(MARGIN, top + 20 + 14 * i, line, 10.5, palette.MUTED))
     if drawn:
@@ -192,7 +201,7 @@ def _bar(
             continue
         height = max(size / scale, 1.0)
         y -= height
-        _patch(scene, x, y, width, height, part, colours, f"{moment}: {human(size)} of {part} on {place}")
+        _patch(scene, x, y, width, height, part, colours, _tip(moment, size, part, place))
         scene.add(Line(x, y, x + width, y, palette.GROUND))
 
 
@@ -209,11 +218,16 @@ def _patch(
         scene.add(Rect(x + 0.6, y, width - 1.2, height, None, 0, edge, 1.2))
 
 
+def _tip(moment: str, size: int, part: str, place: str) -> str:
+    text = msg("{moment}: {size} of {part} on {place}")
+    return tr(text, moment=moment, size=human(size), part=tr(part), place=tr(place))
+
+
 def _lane_note(chart: Chart, place: str) -> list[str]:
-    lines = [f"peak {human(chart.peak(place))}"]
+    lines = [tr("peak {size}", size=human(chart.peak(place)))]
     if capacity := chart.capacity.get(place):
-        simulated = " (simulated)" if chart.story.rank.header.simulated else ""
-        lines.append(f"of {human(capacity)}{simulated}")
+        text = msg("of {size} (simulated)") if chart.story.rank.header.simulated else msg("of {size}")
+        lines.append(tr(text, size=human(capacity)))
     return lines
 
 
@@ -222,18 +236,19 @@ def _legend(scene: Scene, chart: Chart, y: float) -> float:
     there = {part for held in chart.held for (place, part) in held.bytes_of if place in chart.places}
     x = MARGIN
     for part in (part for part in PARTS if part in there):
-        _patch(scene, x, y, 24, 14, part, palette.CPU, part)
-        scene.add(Rect(x, y, 24, 14, None, 0, palette.CPU.fill, 1.0), Text(x + 31, y + 11, part, 11.5))
-        x += 31 + text_width(part, 11.5) + 18
+        _patch(scene, x, y, 24, 14, part, palette.CPU, tr(part))
+        scene.add(Rect(x, y, 24, 14, None, 0, palette.CPU.fill, 1.0), Text(x + 31, y + 11, tr(part), 11.5))
+        x += 31 + text_width(tr(part), 11.5) + 18
         if x > scene.width - 150:
             x, y = MARGIN, y + 22
     return y + (22 if x > MARGIN else 0)
 
 
 def _remarks(chart: Chart) -> list[str]:
-    left_out = chart.story.left_out
-    shown = f"Shown: {len(chart.story.columns)} of {len(chart.story.every)} moments." if left_out else ""
-    return [SCOPE, *([shown] if shown else [])]
+    story = chart.story
+    text = msg("Shown: {shown} of {count} moments.")
+    shown = [tr(text, shown=len(story.columns), count=len(story.every))] if story.left_out else []
+    return [tr(SCOPE), *shown]
 
 
 def _text(chart: Chart, verdict: Verdict) -> str:
@@ -243,12 +258,13 @@ def _text(chart: Chart, verdict: Verdict) -> str:
     heads = ["", "", *(words.moment_name(c) + number.get(i, "") for i, c in enumerate(chart.story.columns))]
     rows = []
     for place in chart.places:
-        capacity = f" (of {human(chart.capacity[place])})" if place in chart.capacity else ""
-        rows.append([place + capacity, "all", *(human(held.total(place)) for held in chart.held)])
+        size = chart.capacity.get(place)
+        capacity = f" ({tr('of {size}', size=human(size))})" if size is not None else ""
+        rows.append([tr(place) + capacity, tr("all"), *(human(held.total(place)) for held in chart.held)])
         for part in PARTS:
             sizes = [held.bytes_of.get((place, part), 0) for held in chart.held]
             if any(sizes):
-                rows.append(["", part, *(human(size) if size else "-" for size in sizes)])
+                rows.append(["", tr(part), *(human(size) if size else "-" for size in sizes)])
     out = [verdict.title, verdict.sentence, context(chart.story), "", *words.table([heads, *rows])]
     out += [f"[{note.number}] {note.text}" for note in marks]
     return "\n".join([*out, "", *_remarks(chart)])
