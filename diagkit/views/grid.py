@@ -117,8 +117,7 @@ def _title(found: Divergence, world: int) -> str:
     if len(found.groups) == 1:
         who = tr("The only rank is here") if world == 1 else tr("All {count} ranks are alike", count=f"{present:,}")
         if present < world:
-            one = msg("One rank left a trace")
-            who = trn(one, "The {count} ranks that left a trace are alike", present)
+            who = trn("One rank left a trace", "The {count} ranks that left a trace are alike", present)
     else:
         who = _differ(found)
     lost = [trn("{count} is missing", "{count} are missing", len(found.missing))] if found.missing else []
