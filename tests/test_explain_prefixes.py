@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import pathlib
 import tracemalloc
@@ -55,6 +56,33 @@ PREFIXED: dict[str, tuple[list[str], int | None]] = {
         None,
     ),
 }
+PREFIXED["Docker's JSON file"] = (
+    [
+        json.dumps({"log": f"{line}\n", "stream": "stderr", "time": f"2026-01-01T12:00:0{i}Z"})
+        for i, line in enumerate(LINES)
+    ],
+    None,
+)
+PREFIXED["Docker's JSON file, both streams mixed, a long line in pieces"] = (
+    [
+        json.dumps({"log": text, "stream": stream})
+        for i, line in enumerate(LINES)
+        for stream, text in (
+            ("stderr", f"[rank6]: {line}"[:30]),
+            ("stdout", f"step {i}\n"),
+            ("stderr", f"[rank6]: {line}"[30:] + "\n"),
+        )
+    ],
+    6,
+)
+PREFIXED["Kubernetes, a long line in pieces"] = (
+    [
+        f"2026-01-01T12:00:0{i}.1Z stderr {tag} {piece}"
+        for i, line in enumerate(LINES)
+        for tag, piece in (("P", line[:20]), ("P", line[20:40]), ("F", line[40:]))
+    ],
+    None,
+)
 PREFIXED["an exception group in Kubernetes"] = (
     [f"2026-01-01T12:00:00.{i + 1}Z stderr F {line}" for i, line in enumerate(PREFIXED["an exception group"][0])],
     None,
@@ -94,6 +122,12 @@ def test_an_ordinary_traceback_after_an_indented_one_is_read_as_it_stands() -> N
     first = ["    Traceback (most recent call last):", '      File "/a.py", line 1, in f', "    ValueError: a"]
     found = explain_log([*first, "", *LINES])
     assert found is not None and (found.code, found.where) == ("DK101", "train.py:5 save")
+
+
+def test_pieces_that_never_end_are_handed_on() -> None:
+    endless = [json.dumps({"log": "x" * 1000, "stream": "stdout"}) for _ in range(1000)]
+    assert explain_log([*endless, *LINES]) is not None
+    assert explain_log(['{"log": 1}', '{"log": "x"', "[" * 100_000, '{"a":' * 100_000, *LINES]) is not None
 
 
 # ---- files that are no log

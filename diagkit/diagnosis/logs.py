@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from diagkit.diagnosis.containers import unwrapped
 from diagkit.diagnosis.explain import Explanation, by_text
 from diagkit.diagnosis.operation import operation_of
 from diagkit.diagnosis.prefixes import MARKER, Prefixes, rank_in
@@ -84,7 +85,7 @@ def _where(frames: list[tuple[str, int, str]]) -> str:
 def explain_log(lines: Iterable[str]) -> Explanation | None:
     """What a log's first failure means; None for a log without any exception."""
     reader = _Reader()
-    errors = list(reader.errors(lines))
+    errors = list(reader.errors(unwrapped(lines)))
     if not errors:
         return None
     own = [e for e in errors if not e.echo] or errors
