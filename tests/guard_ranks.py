@@ -249,6 +249,46 @@ def a_recorder_tells_who_was_stopped(folder: Path) -> Any:
     }
 
 
+@story()
+def a_fault_of_the_guard_lets_the_move_pass(folder: Path) -> Any:
+    from diagkit.remedy import guarding
+
+    def faulty(*_: object) -> Any:
+        raise LookupError("a fault of ours")
+
+    made = bench()
+    with warnings.catch_warnings(record=True) as warned, dk.guard(made.model):
+        warnings.simplefilter("always")
+        before, guarding.offloaded = guarding.offloaded, faulty
+        try:
+            answers = [told(functools.partial(made.model.to, device)) for device in ("cpu", "npu")]
+        finally:
+            guarding.offloaded = before
+    return {"answers": answers, "warned": [str(w.message) for w in warned if "diagkit" in str(w.message)]}
+
+
+@story()
+def a_guard_keeps_no_model_alive(folder: Path) -> Any:
+    import gc
+    import weakref
+
+    class Engine:
+        def __init__(self) -> None:
+            self.module = bench().model
+
+    made, engine = bench(), Engine()
+    guards = [dk.guard(made.model), dk.guard({"a": made.model}), dk.guard([made.model]), dk.guard(engine)]
+    held = [weakref.ref(made.model), weakref.ref(engine.module), weakref.ref(engine)]
+    del made, engine
+    gc.collect()
+    alive = [ref() is not None for ref in held]
+    other = nn.Linear(2, 2).to("npu").weight.device.type
+    for guard in guards:
+        guard.close()
+        guard.close()
+    return {"alive": alive, "others move": other, "repr": repr(guards[0])}
+
+
 # ---- the engines, at the revision of the bug report
 
 OPERATIONS: dict[str, Callable[[FSDPEngine, Path], Any]] = {

@@ -129,6 +129,17 @@ def test_a_recorder_beside_it_tells_whose_move_was_stopped(results: Any) -> None
     assert told == {"type": "MoveBlocked", "line": "model.to(device)", "findings": 0}
 
 
+def test_a_fault_of_the_guard_itself_lets_the_move_pass_and_is_told_once(results: Any) -> None:
+    [told] = answers(results, "a_fault_of_the_guard_lets_the_move_pass")
+    assert told["answers"] == ["passed", "passed"]
+    assert told["warned"] == ["diagkit's guard could not judge a move: LookupError: a fault of ours"]
+
+
+def test_a_guard_that_nobody_closes_keeps_no_model_alive(results: Any) -> None:
+    [told] = answers(results, "a_guard_keeps_no_model_alive")
+    assert told == {"alive": [False] * 3, "others move": "npu", "repr": "<Guard of FSDPDecoder, closed>"}
+
+
 # ---- the engines at the revision of the bug report
 
 ENGINES = ["fsdp", "veomni", "fsdp with param_offload", "veomni with param_offload"]
