@@ -15,17 +15,18 @@ from traces import Rank, decoder_names, engine_trace, on
 from diagkit.cli import main
 from diagkit.diagnosis import diagnose
 from diagkit.diagnosis.signatures import SIGNATURES, said
-from diagkit.trace import open_trace
+from diagkit.trace import open_trace, read_rank
 from diagkit.trace.merged import Trace
 from diagkit.trace.redact import Redactor, redacted
 from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, PARAMETER, Cause, Failure, Frame, Header, Row
-from diagkit.trace.writer import TraceWriter
+from diagkit.trace.writer import MemorySink, TraceWriter
 
 HOME = "/".join(["", "home", "alice"])  # spelled in parts: no tracked file names a path of one machine
 HOSTS = ("gpu-17.east.acme.corp", "gpu-18.east.acme.corp")
 PRIVATE = (
     *HOSTS, "gpu-17", "gpu-18", "acme", "alice", "bob.smith", "10.11.12.13", "fe80::1ff:fe23:4567:890a", "hf_",
     "s3cr3t", "moonshot", "wandb.ai", "00:1b:44:11:3a:b7", "/home", "/mnt", "Users", "checkpoints",
+    "1a1",
 )  # fmt: skip
 NAMES = ("moe.0.secret_router.weight", "moe.1.secret_router.weight", "tower.bias")
 SPLIT_TEXT = 'Attempted to set the storage of a tensor on device "cpu" to a storage on different device "npu:0".'
@@ -39,6 +40,8 @@ def write(folder: pathlib.Path, rank: int) -> None:
         world_size=2,
         host=HOSTS[rank],
         device="npu",
+        device_uuid=f"GPU-5e{rank}1a1",
+        visible_devices=f"0,GPU-5e{rank}1a1",
         torch="2.13.0",
         simulated=True,
         argv=(f"{HOME}/moonshot/train.py", "--data=/mnt/moonshot/a b", "--hf-token", "s3cr3t-1", "out/alice/x"),
@@ -121,6 +124,14 @@ def test_parameter_names_go_on_demand_and_layers_still_fold(folder: pathlib.Path
     assert [row.name for row in trace[0].rows] == ["n1.0.n2.weight", "n1.1.n2.weight", "n3.bias"]
     [finding] = diagnose(trace)
     assert finding.where == ("n1.{0,1}.n2.weight ×2", "n3.bias")
+
+
+def test_a_short_host_is_taken_out_where_it_is_certain() -> None:
+    """Two letters may be anything in a text, but not in the field for the host."""
+    sink = MemorySink()
+    TraceWriter(sink, Header(run="r", host="vm")).close()
+    trace = redacted(Trace({0: read_rank(sink.lines)}))
+    assert (trace.header.host, trace.header.run) == ("HOST1", "RUN1")
 
 
 def test_one_original_is_one_word_on_every_rank_and_in_every_text(folder: pathlib.Path) -> None:

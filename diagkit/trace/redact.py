@@ -232,12 +232,18 @@ class Redactor:
             argv.append(self._word("SECRET", word) if secret else self._argument(word))
         return replace(
             header,
-            run=self._known.get(header.run, header.run),
-            host=self._known.get(header.host, header.host),
+            run=self._word("RUN", header.run) if header.run else "",
+            host=self._word("HOST", header.host) if header.host else "",
             argv=tuple(argv),
             device_name=self.text(header.device_name),
+            device_uuid=self._word("DEVICE", header.device_uuid) if header.device_uuid else "",
+            visible_devices=",".join(map(self._device, header.visible_devices.split(","))),
             job=self._job(header.job),
         )
+
+    def _device(self, name: str) -> str:
+        """One of the devices that a process may see: a number stays, the serial number of a card does not."""
+        return name if not name or name.strip().isdigit() else self._word("DEVICE", name)
 
     def _argument(self, word: str) -> str:
         """A word of a command line, or a value of a job's description: with a slash in it, it is a path."""
