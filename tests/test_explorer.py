@@ -8,7 +8,10 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
+from nbconvert import HTMLExporter
 from pages import barriers, watch
 from playwright.sync_api import Browser
 from traces import decoder_names, engine_trace, unlike_names
@@ -212,3 +215,26 @@ def test_the_model_needs_neither_ipywidgets_nor_torch() -> None:
 def test_a_trace_with_one_rank_of_many_is_explored_by_its_path_too(tmp_path: pathlib.Path) -> None:
     explorer = dk.explore(Trace({1: engine_trace(ranks=2)[1]}))
     assert explorer.choice.rank == 1
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_a_notebook_turned_into_a_page_shows_the_static_view_where_no_kernel_runs(
+    browser: Browser, tmp_path: pathlib.Path
+) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n"
+        "from traces import engine_trace; import diagkit as dk\n"
+        "dk.explore(engine_trace())"
+    )
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    file = tmp_path / "explorer.html"
+    file.write_text(HTMLExporter().from_notebook_node(notebook)[0])
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    page.route(lambda url: not url.startswith("file:"), lambda route: route.abort())
+    page.goto(file.as_uri())
+    assert page.get_by_role("img", name="In save, Module.to splits all 21 parameters").is_visible()
+    assert page.get_by_text("DK101").first.is_visible()
+    page.screenshot(path=tmp_path / "static.png", full_page=True)
+    page.close()

@@ -42,6 +42,7 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookSer
 @pytest.fixture(scope="module")
 def page(jupyterlab: NotebookServer, browser: Browser) -> Iterator[Page]:
     """The notebook, run, with nothing to complain of at the end."""
+    expect.set_options(timeout=MINUTES / 2)  # its kernel shares the machine with other tests
     page = browser.new_page(viewport={"width": 1400, "height": 1500})
     console, outside = watch(page, jupyterlab.address)
     run_all(page, jupyterlab, "explorer.ipynb")
@@ -52,6 +53,7 @@ def page(jupyterlab: NotebookServer, browser: Browser) -> Iterator[Page]:
     assert errors(page).count() == 0
     yield page
     page.close()
+    expect.set_options(timeout=5000)
     assert not console, "JupyterLab's console is silent"
     assert not outside, "nothing is fetched from elsewhere"
 
@@ -88,7 +90,7 @@ def test_it_begins_at_the_failure_with_both_runs_beside_each_other(page: Page) -
     rows = state(page).locator("tbody tr")
     assert rows.count() == 7
     assert rows.first.locator(".chip").all_inner_texts() == ["npu:0", "cpu · pinned", "cpu", "cpu · pinned"]
-    expect(rows.first).to_contain_text("split, the runs differ")
+    expect(rows.first).to_contain_text("split, runs differ")
     expect(rows.last).not_to_contain_text("split")
     expect(page.get_by_text("Module.state_dict raises RuntimeError").first).to_be_visible()
     for label, chosen in (("Phase", "all phases"), ("Run", "Unguarded"), ("Lifeline", "none")):

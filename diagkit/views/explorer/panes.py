@@ -33,7 +33,7 @@ def state_pane(shown: Shown) -> str:
     for i, (line, cells) in enumerate(zip(shown.lines, shown.cells, strict=True)):
         remark = f' <span class="quiet">{escape(line.remark)}</span>' if line.remark else ""
         notes = ['<b class="bad">split</b>'] * any(cell is not None and cell.split for cell in cells)
-        notes += ["the runs differ"] * (i in shown.apart) + ["moved here"] * (i in shown.changed)
+        notes += ["runs differ"] * (i in shown.apart) + ["moved here"] * (i in shown.changed)
         notes += ["trains one tensor, gathers another"] * any(cell is not None and cell.apart for cell in cells)
         pairs = [entry for cell in cells for entry in _pair(cell)]
         rows.append([escape(line.label) + remark, *pairs, ", ".join(notes)])
