@@ -78,6 +78,15 @@ class Group(Exception):
         self.exceptions = tuple(exceptions)
 
 
+def test_what_is_no_tensor_among_the_buffers_is_no_problem() -> None:
+    model = nn.BatchNorm1d(4)
+    model._buffers["count"] = 3  # type: ignore[assignment]
+    looked = dk.inspect(model)
+    assert looked.findings.problems == () and not looked.findings
+    assert [line.pattern for line in looked.table if line.kind == "buffer"] != []
+    assert "count" not in [line.pattern for line in looked.table]
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_group_is_looked_into(nested: bool) -> None:
     text = "Tensor.item() cannot be called on meta tensors"

@@ -60,7 +60,7 @@ def survey(root: nn.Module, label: str) -> Survey:
                 row = Row(0, PARAMETER, label, f"{dot}{name}")
                 found.shielded(row.name, _take_parameter, found, seen, row, module, name, parameter, record)
         for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
+            if isinstance(buffer, torch.Tensor):  # some keep a number there; what is no tensor lives nowhere
                 row = Row(0, BUFFER, label, f"{dot}{name}")
                 found.shielded(row.name, _take_buffer, found, seen, row, module, name, buffer)
     return found
