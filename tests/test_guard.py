@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import culprits
 import guard_ranks
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def line(function: Callable[..., Any]) -> str:
+    """Where a function's first statement stands, as diagkit names it."""
+    return f"culprits.py:{inspect.getsourcelines(function)[1] + 1} {function.__name__}"
+
+
+LOADS, MOVES_CHILD = line(culprits.load_model_to_device), line(culprits.move_one_child)
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +37,6 @@ def results(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -49,12 +59,12 @@ def test_the_error_says_what_which_line_what_would_happen_and_what_to_do(results
     assert told["whole"] == (
         "MoveBlocked: a move of FSDPDecoder to npu:0 splits its parameters: metadata npu:0, bytes in pinned CPU memory,"
         " and the next state_dict(), first forward or backward raises (DK101): found Module.to over 14 parameters under"
-        " CPUOffloadPolicy, expected parameters that stay on the CPU (at culprits.py:12 load_model_to_device). Leave"
+        f" CPUOffloadPolicy, expected parameters that stay on the CPU (at {LOADS}). Leave"
         " the module where it is: FSDP2 brings each layer to the accelerator by itself. Move inputs and buffers alone;"
         " copy a single tensor with p.to('npu')."
     )
     assert "a move of Mlp to npu:0 goes past FSDP2" in told["child"] and "(DK103b)" in told["child"]
-    assert "(at culprits.py:25 move_one_child)" in told["child"]
+    assert f"(at {MOVES_CHILD})" in told["child"]
     assert told["early"].endswith("which moves it there and back, enter the guard after it.")
     assert told["unpinned"].count("wholly on npu:0") == 1 and "(DK103a)" in told["unpinned"]
 
@@ -63,8 +73,8 @@ def test_a_guard_tells_what_it_stopped(results: Any) -> None:
     [told] = answers(results, "the_message")
     assert told["repr"].splitlines() == [
         "<Guard of list, on_move='raise'>",
-        "  culprits.py:12 load_model_to_device: Module.to npu:0 ×2",
-        "  culprits.py:25 move_one_child: Module.to npu:0",
+        f"  {LOADS}: Module.to npu:0 ×2",
+        f"  {MOVES_CHILD}: Module.to npu:0",
     ]
     assert told["closed"].startswith("<Guard of list, closed>")
 
