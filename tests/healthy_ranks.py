@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from healthy_jobs import JOBS, Wrapped, live
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
@@ -249,6 +250,23 @@ def a_failure_that_has_nothing_to_do_with_it(watch: Watch) -> None:
         raise ValueError("the file is corrupt")
     _train(watch, bench)
 
+
+@scenario(ranks=2)
+def shards_in_wrappers(watch: Watch) -> None:
+    """What FSDP2 shards is a tensor subclass: its claims are its own, and its bytes are those inside."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    model[0].weight = nn.Parameter(Wrapped(model[0].weight.detach()))
+    offload = CPUOffloadPolicy(pin_memory=False)
+    fully_shard(model, mesh=init_device_mesh("npu", (dist.get_world_size(),)), offload_policy=offload)
+    watch.begin(model)
+    with watch.phase("eval"), torch.no_grad():
+        model(torch.zeros(2, 8, device="npu", dtype=torch.bfloat16))
+    model.reshard()
+    watch.look("evaluated", model)
+
+
+for _job_name, _make_job in JOBS.items():
+    SCENARIOS[_job_name] = (lambda watch, make=_make_job: live(watch, make()), 2, "mixed")
 
 # ---- engines
 

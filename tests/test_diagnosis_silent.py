@@ -34,6 +34,23 @@ CONTROLS = [
     "cpu_mesh",
     "split_for_a_moment",
     "a_failure_that_has_nothing_to_do_with_it",
+    "shards_in_wrappers",
+]
+JOBS = [
+    "gradient_accumulation",
+    "activation_checkpointing",
+    "frozen_parameters",
+    "a_part_is_trained",
+    "several_optimizers",
+    "tied_embeddings",
+    "mixed_precision",
+    "groups_of_other_dtypes",
+    "another_model_and_its_optimizer",
+    "actor_and_reference",
+    "loaded_by_assignment_first",
+    "loaded_by_broadcast",
+    "ignored_parameters",
+    "fsdp1_flat",
 ]
 REVISIONS = ("before", "6463", "6604", "7005", "7103", "current")
 LIVES = [
@@ -64,10 +81,10 @@ def ran(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def test_every_scenario_is_asked_about(ran: Ran) -> None:
-    assert set(ran.answers) == {*CONTROLS, *LIVES}
+    assert set(ran.answers) == {*CONTROLS, *JOBS, *LIVES}
 
 
-@pytest.mark.parametrize("name", [*CONTROLS, *LIVES])
+@pytest.mark.parametrize("name", [*CONTROLS, *JOBS, *LIVES])
 def test_a_healthy_state_is_silent(ran: Ran, name: str) -> None:
     for answer in ran.answers[name]:
         assert answer is not None and "error" not in answer, answer
@@ -93,6 +110,20 @@ def test_the_controls_are_what_they_say(ran: Ran) -> None:
     assert any("(2, 1)" in getattr(facts, "mesh", "") for facts in mesh[0].facts)
     split = open_trace(ran.folder / "split_for_a_moment" / "transitions")
     assert any(getattr(facts, "split", False) for facts in split[0].facts)
+
+
+def test_the_jobs_are_what_they_say(ran: Ran) -> None:
+    def shown(name: str) -> list[Any]:
+        return list(open_trace(ran.folder / name / "full")[0].facts)
+
+    assert any(getattr(facts, "sharded_state", None) == "unsharded" for facts in shown("gradient_accumulation"))
+    assert any(getattr(facts, "shares", None) == "tie" for facts in shown("tied_embeddings"))
+    assert any(getattr(facts, "dead", 0) == 14 for facts in shown("another_model_and_its_optimizer"))
+    assert any(getattr(facts, "missing", 0) > 0 for facts in shown("a_part_is_trained"))
+    assert {True, False} <= {facts.offload for facts in shown("actor_and_reference") if hasattr(facts, "offload")}
+    odd = [facts for facts in shown("shards_in_wrappers") if getattr(facts, "wrapper", "") == "DTensor"]
+    assert odd and all((facts.dtype, facts.storage_dtype) == ("bfloat16", "bfloat16") for facts in odd)
+    assert all(facts.aliased for facts in odd)
 
 
 def test_the_momentary_split_is_in_the_trace_of_every_revision_and_is_no_fault(ran: Ran) -> None:
