@@ -57,7 +57,8 @@ class Panel:
     """One laboratory on the page: what a user can see and press."""
 
     def __init__(self, page: Page, cell: int) -> None:
-        self.box = page.locator(".jp-Notebook .jp-Cell").nth(cell)
+        # The widgets alone: beside them, unseen, is what a page without a kernel shows.
+        self.box = page.locator(".jp-Notebook .jp-Cell").nth(cell).locator(".jupyter-widgets").first
         self.steps = self.box.locator(".dkt .steps")
         self.figures = self.box.locator("figure.dk svg[role=img]")
         self.run, self.cancel, self.train = (

@@ -188,12 +188,14 @@ class Bench:
         if self._job is not None:
             self._job.result()
 
-    def run(self) -> Run:
-        """Start a run and wait for it.
+    def run(self, scenario: Scenario | None = None) -> Run:
+        """Start a run, of this scenario or of what is chosen, and wait for it.
 
         Raises:
             UsageError: it came to nothing; the message says why.
         """
+        if scenario is not None:
+            self.choose(**vars(scenario))
         self.start()
         self.wait()
         if self.problem:

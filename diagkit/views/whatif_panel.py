@@ -19,6 +19,7 @@ from diagkit.demo.experiments import ENGINES, REVISIONS, group_names
 from diagkit.demo.scenario import INITS, STEPS, Scenario
 from diagkit.errors import UsageError
 from diagkit.views import palette
+from diagkit.views.fallback import show
 from diagkit.views.figure import page
 from diagkit.views.html import STYLE
 from diagkit.views.whatif_bench import MAX_RANKS, NOTHING, Bench, Run
@@ -55,7 +56,10 @@ def whatif(
 
 
 class WhatIf:
-    """Widgets over ``bench``, which can be used by itself, too: what it runs is shown here."""
+    """Widgets over ``bench``, which can be used by itself, too: what it runs is shown here.
+
+    ``close()`` ends the warm process that its runs start from; the kernel's end does, too.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -87,11 +91,8 @@ class WhatIf:
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.bench.scenario.name}, {len(self.bench.runs)} runs>"
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        bundle = self._box._repr_mimebundle_(**kwargs)
-        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        # No HTML beside the widgets: JupyterLab would show that instead of them.
-        return {**data, "text/plain": repr(self)}, metadata
+    def _ipython_display_(self) -> None:
+        show(self._box, self.to_html())
 
     def to_html(self, whole_page: bool = False) -> str:
         """The forecast and what the runs so far found, as a fragment or a whole page that needs no kernel."""
@@ -99,7 +100,7 @@ class WhatIf:
         return page(f"What if: {self.bench.scenario.name}", told) if whole_page else told
 
     def close(self) -> None:
-        """End the warm process of the runs; what is shown stays."""
+        """End the warm process; what is shown stays."""
         self.bench.close()
 
     # ---- the layout
