@@ -209,9 +209,10 @@ class Patch:
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         patch, operation, quick = self, self.operation, self._quick
 
+        @internals.uncompiled
         @functools.wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if not patch.awake or (quick is not None and quick(*args)):
+            if internals.compiling() or not patch.awake or (quick is not None and quick(*args)):
                 return original(*args, **kwargs)
             if operation is APPLY and gates.standing:
                 return gates.through(told, args, kwargs)
@@ -372,7 +373,10 @@ def uninstall() -> None:
         raise faults[0]
 
 
+@internals.uncompiled
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if internals.compiling():
+        return
     try:
         outer: Call | None = getattr(_here, "call", None)
         busy = () if outer is None else outer.heard(STEP)
@@ -384,7 +388,10 @@ def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _confess(STEP.name, error)
 
 
+@internals.uncompiled
 def _registered(module: nn.Module, name: str, value: Any) -> None:
+    if internals.compiling():
+        return
     try:
         for listener in _listeners:
             tell(listener, "registered", module)

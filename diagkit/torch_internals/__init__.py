@@ -12,11 +12,12 @@ read at 2.9.1 and 2.13.0.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from torch import nn
 CAPTURE_FLOOR = (2, 8)
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def torch_version() -> tuple[int, int]:
@@ -36,6 +38,23 @@ def torch_version() -> tuple[int, int]:
 def loaded(name: str) -> ModuleType | None:
     """A module, if the job has imported it."""
     return sys.modules.get(name)
+
+
+# ---- the compiler
+
+#: True where Dynamo traces a call, and known to it beforehand: so code that it compiles holds nothing of a caller who
+#: asks, and is the same whether somebody records or not.
+compiling = torch.compiler.is_dynamo_compiling
+
+
+def uncompiled(function: _Function) -> _Function:
+    """The function. Where compiled code calls it, Dynamo compiles neither it nor what it calls. Without effect where
+    torch has no such word (read at 2.13.0, torch/csrc/dynamo/eval_frame.c)."""
+    with contextlib.suppress(Exception):
+        dynamo = torch._C._dynamo.eval_frame
+        skip = dynamo._FrameAction.SKIP
+        dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+    return function
 
 
 # ---- the process
