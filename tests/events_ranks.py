@@ -199,6 +199,41 @@ def dk204_read_in_time(lab: Lab) -> None:
         lab.answer["sent"] = len(sent)
 
 
+@scenario(ranks=2)
+def dk205(lab: Lab) -> None:
+    """Taken before the first forward, which pins anew what had lost its pin."""
+    bench = build(DECODER, "pinned")
+    culprits.share_with_workers(bench.model)
+    lab.answer |= _frozen(lab, bench)
+
+
+@scenario(ranks=2)
+def dk205_live(lab: Lab) -> None:
+    """The same of a healthy model: on torch 2.13 its state dict stays live, also where the shard is padded."""
+    lab.answer |= _frozen(lab, build(DECODER, "pinned"))
+
+
+def _frozen(lab: Lab, bench: Bench) -> dict[str, Any]:
+    with lab.recorded(bench) as rec:
+        with rec.phase("export"):
+            held = dict(rec.exported(bench.model.state_dict().items()))
+        with rec.phase("eval"):
+            culprits.evaluate(bench)
+        taken = _values(held)
+        with torch.no_grad():
+            for value in bench.model.state_dict().values():
+                value.to_local().add_(1.0)
+        frozen = len(taken) - _changed(held, taken)
+        with rec.phase("remedy"):
+            again = dict(rec.exported(bench.model.state_dict().items()))
+        return {"frozen": frozen, "right then": _values(again).keys() == taken.keys() and not _differ(again, bench)}
+
+
+def _differ(tensors: dict[str, Any], bench: Bench) -> int:
+    live = bench.model.state_dict()
+    return sum(not torch.equal(value.to_local(), live[name].to_local()) for name, value in tensors.items())
+
+
 @scenario(ranks=2, group="alone")
 def dk403(lab: Lab) -> None:
     """Weights on the CPU, and a channel that was made for the accelerator."""

@@ -39,7 +39,8 @@ APART = {"diagkit.capture.attach", "diagkit.capture.follow", "diagkit.capture.pa
 #: What the user calls, and the one place where faults end: their bodies are the shield itself.
 SHIELD = {
     *(f"Recorder.{name}" for name in ("_safely", "phase", "mark", "watch", "close", "exported", "observe")),
-    *("start", "_writer", "_header", "TraceWriter._emit"),
+    *(f"Recorder.{name}" for name in ("_close", "_shielded", "_deaf")),
+    *("start", "kinds_of", "_writer", "_header", "TraceWriter._emit"),
     *("_confess", "_stepped", "_registered", "Tap._tell"),
 }
 

@@ -1,4 +1,4 @@
-"""Hazards that events between two looks show: exports, buffers without values, copies (DK204 DK403 DK502 DK703)."""
+"""What events between two looks show: exports, empty buffers, early reads (DK204 DK205 DK403 DK502 DK703)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from diagkit.diagnosis import Finding, Findings, diagnose
+from diagkit.torch_internals import torch_version
 from diagkit.trace import open_trace
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -76,6 +77,29 @@ def test_an_export_that_is_read_in_time_is_no_fault_though_it_aliases(folder: pa
     trace = open_trace(folder / "dk204_read_in_time")
     assert any(getattr(facts, "shares", None) == "parameter" for facts in trace[0].facts)
     assert not diagnose(trace)
+
+
+# ---- DK205
+
+
+def test_a_snapshot_from_before_the_first_forward_that_pinned_anew_is_frozen_and_told(
+    folder: pathlib.Path, answers: Answers
+) -> None:
+    assert answers["dk205"] == [{"frozen": ALL, "right then": True}] * 2
+    (found,) = (f for f in findings(folder, "dk205") if f.code == "DK205")
+    assert len(found.names) == ALL and (found.ranks, found.phase) == ((0, 1), "eval")
+    assert found.cause is not None and found.cause.operation == "first forward"
+    assert any("keep the values of then" in line for line in found.evidence)
+
+
+def test_a_healthy_models_snapshot_stays_live_on_torch_2_13_and_is_frozen_where_it_is_padded_before(
+    folder: pathlib.Path, answers: Answers
+) -> None:
+    live = torch_version() >= (2, 13)
+    frozen = [answer["frozen"] for answer in answers["dk205_live"]]
+    assert (frozen == [0, 0]) is live
+    assert ("DK205" in findings(folder, "dk205_live").codes) is not live
+    assert all(answer["right then"] for answer in answers["dk205_live"])
 
 
 # ---- DK403

@@ -18,6 +18,7 @@ Report = dict[str, dict[str, Any]]
 #: Functions whose failing costs nothing that could be told, with the reason.
 QUIET = {
     "diagkit.capture.entries.Handed.tensor": "only a local shape is missing",
+    "diagkit.torch_internals.promised_local_shape": "a shape that cannot be told is none that disagrees",
     "diagkit.trace.sinks.FileSink.sync": "the lines are with the kernel all the same",
     "diagkit.trace.sinks.FileSink.close": "nothing is written any more",
 }

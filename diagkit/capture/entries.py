@@ -168,11 +168,11 @@ class State:
 class Handed:
     """A tensor that was handed out and is not ours to find again: what was read of it, for as long as that counts."""
 
-    __slots__ = ("key", "written")
+    __slots__ = ("key", "stays")
 
     def __init__(self) -> None:
         self.key: Key | None = None
-        self.written = False  # while somebody held it: that counts until the next export
+        self.stays = False  # what became of it counts until the next export
 
     def tensor(self) -> torch.Tensor | None:
         return None

@@ -17,6 +17,7 @@ from diagkit import torch_internals as internals
 from diagkit.capture.entries import shape_of
 from diagkit.capture.inventory import Exported
 from diagkit.capture.ledger import Ledger
+from diagkit.capture.operations import Operation
 from diagkit.capture.residency import Key, quiet, read
 from diagkit.trace.schema import CALL, PARAMETER
 
@@ -115,13 +116,19 @@ class Exports:
         self._lent.update((rows[name], lent) for name, lent in export.lent if name in rows)
         export.passed, export.lent = [], []
 
-    def written(self) -> bool:
-        """Parameters were written: finds the exports on their bytes that somebody still holds; whether there are."""
-        if not self._open and not self._lent:
+    def overtaken(self, operation: Operation) -> bool:
+        """Parameters were written, or got other storages: whether somebody still holds an export from before."""
+        if not (operation.writes or operation.renews) or not (self._open or self._lent):
             return False
         self.tell()
-        held = {row: lent.key for row, lent in self._lent.items() if lent.held}
-        self._lent.clear()
+        if operation.writes:
+            word, gone = "written", self._lent
+            held = {row: lent.key for row, lent in gone.items() if lent.held}
+        else:
+            live = self._ledger.inventory.readings.storages(PARAMETER)
+            word, gone = "stale", {row: lent for row, lent in self._lent.items() if lent.storage.cdata not in live}
+            held = {row: lent.key for row, lent in gone.items() if internals.storage_uses(lent.storage.cdata)}
+        self._lent = {row: lent for row, lent in self._lent.items() if row not in gone}
         if held:
-            self._ledger.take(self._ledger.inventory.overwritten(held))
+            self._ledger.take(self._ledger.inventory.overtaken(held, word))
         return bool(held)

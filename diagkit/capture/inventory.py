@@ -219,11 +219,12 @@ class Inventory:
         keys = {rows[name]: (*key, "parameter") if storage in live - {0} else key for name, _, key, storage in passed}
         return rows, self._hand(keys)
 
-    def overwritten(self, exports: dict[int, Key]) -> list[Change]:
-        """The bytes of these exports (key by row) were written while somebody holds them; what changed by that."""
+    def overtaken(self, exports: dict[int, Key], word: str) -> list[Change]:
+        """These exports (key by row) are held, and their parameters went on without them; what changed by that.
+        ``word`` as for `Residency.shares`."""
         for row in exports:
-            self.readings.entries[row].written = True
-        return self._hand({row: (*key, "written") for row, key in exports.items()})
+            self.readings.entries[row].stays = True
+        return self._hand({row: (*key, word) for row, key in exports.items()})
 
     def copied(self, source: int, key: Key) -> tuple[int, list[Change]]:
         """A copy of this row's tensor went to the host; its row, and what changed by it."""
@@ -235,18 +236,18 @@ class Inventory:
             alike = [readings.rows[row] for row in block]
             readings.add((replace(row, kind=EXPORT, part="copy", of=row.of or row.id), Handed()) for row in alike)
             found = readings.index[EXPORT, of.model, of.name, "copy"]
-        readings.entries[found].written = False
+        readings.entries[found].stays = False
         return found, self._hand({found: key})
 
     def arrived_late(self, row: int, key: Key) -> list[Change]:
         """The copy with this row was read before it had arrived; what changed by that."""
-        self.readings.entries[row].written = True
+        self.readings.entries[row].stays = True
         return self._hand({row: key})
 
     def let_go(self, rows: Iterable[int]) -> None:
         """These exports are over: gone at the next reading."""
         for row in rows:
-            if not self.readings.entries[row].written:
+            if not self.readings.entries[row].stays:
                 self.readings.entries[row].key = None
 
     def _hand(self, keys: dict[int, Key]) -> list[Change]:

@@ -19,6 +19,7 @@ class Operation:
     looks: bool = False  # only reads: it moves nothing itself, though a call inside it may
     full: bool = False  # for recorders of detail "full" alone
     writes: bool = False  # into parameters
+    renews: bool = False  # may give parameters other storages, unasked
 
     def covers(self, inner: Operation) -> bool:
         """Whether who hears of a call of this needs not hear of one inside it: only a move is told inside all but a
@@ -35,7 +36,10 @@ def _sharded(group: Any, *_: Any) -> bool:
 
 def _at_rest(module: Any, *_: Any) -> bool:
     """Every move of an FSDP module shards it first, which it mostly is."""
-    return all(getattr(group, "is_sharded", True) for group in internals.state_groups(internals.fsdp_state(module)))
+    try:
+        return all(getattr(group, "is_sharded", True) for group in internals.state_groups(internals.fsdp_state(module)))
+    except Exception:  # asked in the job's own call: what goes wrong here is told by who reads the groups
+        return False
 
 
 def _initialised(state: Any, *_: Any) -> bool:
@@ -89,7 +93,7 @@ PLACES: tuple[Place, ...] = (
         "torch.distributed.fsdp._fully_shard._fsdp_state",
         "FSDPState",
         "_lazy_init",
-        Operation("first forward", "model"),
+        Operation("first forward", "model", renews=True),
         _initialised,
     ),
     (

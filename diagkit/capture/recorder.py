@@ -283,8 +283,7 @@ class Recorder:
                 changes: list[Change] = []  # `before` has just read it all
             else:
                 changes = self._ledger.read(_SCOPES[operation.scope], stepped=operation is STEP)
-            overwritten = operation.writes and self._exports.written()
-            if changes or overwritten or operation.notable:
+            if self._exports.overtaken(operation) or changes or operation.notable:
                 cause = self._cause(call)
                 self._ledger.write(CALL, self._label(cause, operation), cause=cause)
 

@@ -138,7 +138,7 @@ def read_managed(
 
 
 #: What a key may end with: `Residency.shares`, `Residency.arrival`, the word for `unwritten`, and, as bytes, a digest.
-SHARES = ("tie", "apart", "parameter", "written")
+SHARES = ("tie", "apart", "parameter", "written", "stale")
 ARRIVALS = (UNDER_WAY, EARLY) = ("under way", "read early")
 UNWRITTEN = "unwritten"
 _ENDS = frozenset((*SHARES, *ARRIVALS, UNWRITTEN))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from diagkit.diagnosis.fold import Fold, Table, fold
+from diagkit.diagnosis.layout import layout_of
 from diagkit.diagnosis.moments import Judged, is_look, judged_moments
 from diagkit.diagnosis.past import PASTS, Pasts
 from diagkit.diagnosis.rule import Rule, Subject, World, all_rules
@@ -64,33 +65,6 @@ class Hit:
     def rows(self) -> list[Row]:
         """The rows, in table order."""
         return [row for first, end in self.spans() for row in self.rank.rows[first:end]]
-
-
-@dataclass(slots=True)
-class Layout:
-    """What depends on a rank's table alone."""
-
-    segments: list[tuple[str, int, int]]  # kind, first row, one past the last
-    group_of: dict[int, int | None] = field(default_factory=dict)  # parameter row -> row of its FSDP group
-    groups: dict[tuple[str, str], int] = field(default_factory=dict)  # (model, module name) -> row of its group
-    rooted: bool = False  # every model's root is an FSDP group, so that no parameter is without one
-
-
-def layout_of(rows: list[Row]) -> Layout:
-    """Runs of rows of one kind, and which group owns which name."""
-    segments: list[tuple[str, int, int]] = []
-    groups: dict[tuple[str, str], int] = {}
-    models = set()
-    for row in rows:
-        if segments and segments[-1][0] == row.kind:
-            segments[-1] = (row.kind, segments[-1][1], row.id + 1)
-        else:
-            segments.append((row.kind, row.id, row.id + 1))
-        if row.kind == GROUP:
-            groups.setdefault((row.model, row.name), row.id)
-        elif row.kind == PARAMETER:
-            models.add(row.model)
-    return Layout(segments, groups=groups, rooted=all((model, "") in groups for model in models))
 
 
 class Judge:

@@ -110,6 +110,8 @@ def _tensor(facts: Residency) -> str:
         text += tr("; nothing was written into them since `to_empty` gave them")
     if facts.arrival == "read early":
         text += tr("; they were read before anything had waited for the copy")
+    if facts.shares == "stale":
+        text += tr("; they were its parameter's until that got others, and keep the values of then")
     if facts.shares == "written":
         text += tr("; they are its parameter's, and were written while the export was held")
     if not facts.shape_agrees:

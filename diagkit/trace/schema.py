@@ -80,7 +80,7 @@ class Residency:
     # Only where it is so:
     # "tie": same storage as an earlier row; "apart": FSDP2 ties it to an earlier row, and its slot holds another;
     # "parameter": an export or gradient on its parameter's storage; "written": such an export whose bytes were written
-    # while somebody held it
+    # while somebody held it; "stale": such an export that was left behind when its parameter got another storage
     shares: str | None = None
     unwritten: bool = False  # a buffer that was on meta: nothing has been written into the bytes that it got
     digest: str | None = None  # of its values on this rank, where they were asked for

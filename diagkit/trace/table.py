@@ -165,6 +165,8 @@ def _notes(facts: Residency) -> tuple[str, ...]:
         notes.append("nothing written yet")
     if facts.shares == "tie":
         notes.append("tied")
+    elif facts.shares == "stale":
+        notes.append("left behind by its parameter")
     elif facts.shares == "written":
         notes.append("its parameter's bytes, written since")
     elif facts.shares:

@@ -35,6 +35,32 @@ def export_aliases_live_storage(it: Subject) -> bool:
     return it.tensor.shares == "written"
 
 
+@rule("DK205", kinds=(EXPORT,), severity="silent")
+def stale_snapshot(it: Subject) -> bool:
+    """Stale snapshot: the first forward gave parameters other storages, and an export kept the old ones
+
+    What happens: A sharded state dict aliases the parameters, and some code relies on that: it takes the state dict
+    once and sends it again after each step. If it was taken before the first forward, lazy init may exchange the
+    storage beneath it. Before torch 2.13 that happened on every rank whose shard is padded, so that the dict was
+    live on some ranks and frozen on others. On torch 2.13 lazy init leaves storages alone, unless it has to pin a
+    parameter that lost its pin (DK701); only in that way could it be produced there.
+
+    How to see it: The exported tensor's storage was its parameter's, and is not any more, since the first forward.
+
+    Remedy: Take the state dict again after the first forward, or at each use.
+
+    Call: weights = model.state_dict()
+
+    Seen in: pytorch #136228
+
+    Detected by: events: exports that pass through an attached engine or `rec.exported`, and the storages after the
+    first forward. Plain state dicts are not followed.
+
+    Severity: silent; differs by rank.
+    """
+    return it.tensor.shares == "stale"
+
+
 @rule("DK403", kinds=(EXPORT, PARAMETER), severity="now", says=("no_backend", "other_device"), rests=False)
 def host_tensor_in_accelerator_channel(it: Subject) -> bool:
     """A host tensor given to an accelerator's channel, or a device that is not there named in the code
