@@ -388,12 +388,14 @@ PICTURES: dict[str, Callable[[], ViewFigure]] = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_the_picture_is_the_one_that_was_looked_at(
-    name: str, tmp_path: pathlib.Path, request: pytest.FixtureRequest
-) -> None:
-    """Renew a picture by deleting it from tests/baseline and running this test; then look at it."""
-    drawn, kept = tmp_path / f"{name}.png", BASELINE / f"{name}.png"
-    PICTURES[name]().savefig(drawn, dpi=50)
+def test_the_picture_is_the_one_that_was_looked_at(name: str, tmp_path: pathlib.Path) -> None:
+    assert_picture(PICTURES[name](), name, tmp_path)
+
+
+def assert_picture(figure: ViewFigure, name: str, folder: pathlib.Path) -> None:
+    """Renew a picture by deleting it from tests/baseline and running its test; then look at it."""
+    drawn, kept = folder / f"{name}.png", BASELINE / f"{name}.png"
+    figure.savefig(drawn, dpi=50)
     if not kept.exists():
         kept.write_bytes(drawn.read_bytes())
         pytest.fail(f"{kept} was missing and has been drawn: look at it, then run again")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from test_views_figures import assert_layout
+from test_views_figures import assert_layout, assert_picture
 from traces import Rank, cause, engine_trace, on, unlike_names
 
 from diagkit.errors import UsageError
@@ -122,3 +123,7 @@ def test_a_timeline_is_what_replaying_every_moment_gives() -> None:
         state = rank.state(moment).facts
         assert [timeline.of(row.id)[moment.index] for row in rank.rows] == state
     assert len(timeline.stretches) == 4, "parameters, buffer, group and engine each lived as one"
+
+
+def test_the_picture_is_the_one_that_was_looked_at(tmp_path: pathlib.Path) -> None:
+    assert_picture(lifeline(training_step(), "v"), "lifeline", tmp_path)

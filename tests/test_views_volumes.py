@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import pathlib
 import re
 from collections.abc import Iterable
 
 import pytest
-from test_views_figures import assert_layout
+from test_views_figures import assert_layout, assert_picture
 from traces import engine_trace, on
 
 from diagkit.errors import UsageError
@@ -143,3 +144,8 @@ def test_sizes_read_well() -> None:
     assert [human(n) for n in (0, 999, 1024, 10 * KB, 102348, 3 << 30, 1 << 62)] == [
         "0 B", "999 B", "1 kB", "10 kB", "100 kB", "3 GB", "4,096 PB",
     ]  # fmt: skip
+
+
+def test_the_picture_is_the_one_that_was_looked_at(tmp_path: pathlib.Path) -> None:
+    states = [[(0, SHARDED)], [(0, WHOLE), (1, SHARDED)], [(0, SHARDED), (2, on("cpu", **FLOAT))]]
+    assert_picture(bytes_by_device(story(*states)), "volumes", tmp_path)

@@ -23,7 +23,7 @@ LIFELINES = 6
 STYLE = f"""
 .dkx{{font:14px/1.5 'DejaVu Sans',Verdana,sans-serif;color:{palette.INK};background:{palette.GROUND}}}
 .dkx section{{margin:0 0 22px}} .dkx h3{{font-size:15px;margin:0 0 6px}}
-.dkx td{{white-space:normal!important}}
+.dkx td{{white-space:normal!important}} .dkx tbody th{{min-width:12em}}
 .dkx .many{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:14px}}
 .dkx .many>div{{border:1px solid {palette.FAINT};border-radius:6px;overflow:hidden}}
 """.strip()
