@@ -16,7 +16,7 @@ from diagkit.cli import main
 from diagkit.errors import TraceError
 from diagkit.trace import Trace, open_trace, read_rank
 from diagkit.trace.compare import Comparison, compare
-from diagkit.trace.schema import CALL, ENTER, EXIT, MARK, PARAMETER, Change, Failure, Header, Residency, Row
+from diagkit.trace.schema import CALL, ENTER, EXIT, GRADIENT, MARK, PARAMETER, Change, Failure, Header, Residency, Row
 from diagkit.trace.writer import MemorySink, TraceWriter
 
 HEALTHY, SPLIT = on("cpu", True), on("npu:0", True, "cpu")
@@ -144,6 +144,22 @@ def test_other_models_are_compared_in_what_they_share() -> None:
         life(BORN, ("to", 2, SPLIT), names=["a.0.w", "b.w"]), life(BORN, ("x", 2, None), names=["a.0.w", "c.w"])
     )
     assert moved.partings[0].differences[0].names == ("a.0.w",)
+
+
+def test_what_belongs_to_a_parameter_of_one_model_alone_is_not_compared() -> None:
+    def step(names: Sequence[str]) -> Trace:
+        sink = MemorySink()
+        writer = TraceWriter(sink, Header(run="r", device="npu"))
+        writer.table([Row(i, PARAMETER, "model", name) for i, name in enumerate(names)])
+        count = len(names)
+        writer.table([Row(count + i, GRADIENT, "model", name, of=i) for i, name in enumerate(names)])
+        writer.moment(MARK, "start", 0, [Change(0, count, writer.fact_id(HEALTHY))], key=True)
+        writer.moment(CALL, "backward", 0, [Change(count, count, writer.fact_id(HEALTHY))])
+        writer.close()
+        return Trace({0: read_rank(sink.lines)})
+
+    found = compare(step(["a", "extra"]), step(["a"]))
+    assert found.partings == () and found.model == ("only A has 1 rows: extra",)
 
 
 def test_what_cannot_be_compared_is_said() -> None:

@@ -17,6 +17,7 @@ from diagkit.trace.schema import (
     BUFFER,
     ENTER,
     EXIT,
+    GROUP,
     PARAMETER,
     Facts,
     GroupFacts,
@@ -44,9 +45,11 @@ class Alignment:
     rows: Sequence[Row]  # the compared rows, named by the first run that has them
     first: list[int] | None = None
     second: list[int] | None = None
-    only_first: list[Row] = field(default_factory=list)  # parameters and buffers that the other model does not have
+    only_first: list[Row] = field(default_factory=list)  # parts of the model that the other one does not have
     only_second: list[Row] = field(default_factory=list)
     reshaped: list[Row] = field(default_factory=list)  # there in both, with another global shape
+    #: Row numbers of either run that are not compared: those parts, and what belongs to them.
+    left_out: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
 
 
 def align(first: Sequence[Row], second: Sequence[Row]) -> Alignment:
@@ -60,17 +63,24 @@ def align(first: Sequence[Row], second: Sequence[Row]) -> Alignment:
     ours, theirs = dict(_keyed(first)), dict(_keyed(second))
     found = Alignment([], [], [])
     rows: list[Row] = []
+    alone: set[tuple[str, str]] = set()  # model and name of parameters that only one of the two has
     assert found.first is not None and found.second is not None
     for key in dict.fromkeys([*ours, *theirs]):
         a, b = ours.get(key), theirs.get(key)
-        row = a or b
-        assert row is not None
-        if row.kind in (PARAMETER, BUFFER) and (a is None or b is None):
-            (found.only_second if a is None else found.only_first).append(row)
-            continue
-        if a is not None and b is not None and a.shape != b.shape:
-            found.reshaped.append(row)
-        rows.append(row)
+        if a is not None and b is not None:
+            if a.shape != b.shape:
+                found.reshaped.append(a)
+        else:
+            row = a or b
+            assert row is not None
+            part = row.kind in (PARAMETER, BUFFER, GROUP)
+            if part:
+                alone.add((row.model, row.name))
+                (found.only_second if a is None else found.only_first).append(row)
+            if part or (row.model, row.name) in alone:
+                found.left_out[a is None].add(row.id)
+                continue
+        rows.append(a or b)  # type: ignore[arg-type]
         found.first.append(-1 if a is None else a.id)
         found.second.append(-1 if b is None else b.id)
     found.rows = rows
@@ -111,8 +121,8 @@ class Walk:
 
     def parted(self, first: RankTrace, second: RankTrace, rows: Alignment) -> Parted | None:
         """Where the two part; None where they never do."""
-        ours = _Steps(first, self._meanings(first), {row.id for row in rows.only_first}, self._edges_only)
-        theirs = _Steps(second, self._meanings(second), {row.id for row in rows.only_second}, self._edges_only)
+        ours = _Steps(first, self._meanings(first), rows.left_out[0], self._edges_only)
+        theirs = _Steps(second, self._meanings(second), rows.left_out[1], self._edges_only)
         while True:
             a, b = ours.advance(), theirs.advance()
             differs = self._differing(ours, theirs, rows)

@@ -89,7 +89,7 @@ class Redactor:
         self._segments: dict[str, str] = {}  # words of parameter names
         self._pattern = re.compile(_alternatives({}))
         self._texts: dict[str, str] = {}
-        self._rows: dict[int, tuple[Row, Row]] = {}  # by identity: ranks share their tables
+        self._tables: dict[int, tuple[list[Row], list[Row]]] = {}  # by identity; the first keeps it valid
 
     def traces(self, *traces: Trace) -> tuple[Trace, ...]:
         """The traces without what is private. What one of them gives away is taken out of all."""
@@ -198,7 +198,7 @@ class Redactor:
         new = copy.copy(rank)
         new.path = None if rank.path is None else Path(rank.path.name)
         new.header = self._header(rank.header)
-        new.rows = [self._row(row) for row in rank.rows]
+        new.rows = self._table(rank.rows)
         new.facts = [self._facts(facts) for facts in rank.facts]
         new.causes = {number: self._cause(cause) for number, cause in rank.causes.items()}
         new.moments = [
@@ -261,11 +261,12 @@ class Redactor:
             return value
         return self._word("SECRET", value) if re.fullmatch(rf"(?i){_SECRET_NAME}", key) else self._argument(value)
 
-    def _row(self, row: Row) -> Row:
-        known = self._rows.get(id(row))
+    def _table(self, rows: list[Row]) -> list[Row]:
+        """Ranks that were read together share their list of rows, and go on sharing it."""
+        known = self._tables.get(id(rows))
         if known is None:
-            new = replace(row, name=self.text(row.name), model=self.text(row.model), part=self.text(row.part))
-            known = self._rows[id(row)] = (row, new)
+            new = [replace(r, name=self.text(r.name), model=self.text(r.model), part=self.text(r.part)) for r in rows]
+            known = self._tables[id(rows)] = (rows, new)
         return known[1]
 
     def _facts(self, facts: Facts | None) -> Facts | None:
