@@ -17,7 +17,7 @@ import functools
 import gettext
 from collections.abc import Iterator
 from contextvars import ContextVar
-from importlib import resources
+from pathlib import Path
 
 from diagkit.errors import UsageError
 
@@ -77,7 +77,7 @@ def msgn(one: str, many: str) -> tuple[str, str]:
 
 @functools.cache
 def _catalogue(name: str) -> gettext.NullTranslations:
-    file = resources.files("diagkit").joinpath("catalogues", f"{name}.mo")
+    file = Path(__file__).parent / "catalogues" / f"{name}.mo"
     try:
         with file.open("rb") as stream:
             return gettext.GNUTranslations(stream)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diagkit.errors import TraceError, UsageError
+from diagkit.language import msg, tr
 from diagkit.trace.reader import RankTrace, TableCache, read_file
 from diagkit.trace.schema import Header, Moment
 from diagkit.trace.spans import in_spans, parse_spans
@@ -74,10 +75,12 @@ class Trace:
         """What could not be read, rank by rank; empty for a whole trace."""
         found = list(self._problems)
         if missing := self.missing_ranks:
-            found.append(f"no trace of {len(missing)} of {self.world_size} ranks: {_few(missing)}")
+            text = msg("no trace of {missing} of {count} ranks: {ranks}")
+            found.append(tr(text, missing=len(missing), count=self.world_size, ranks=_few(missing)))
         if left_out := self.left_out:
             chosen = self.header.job["diagkit.ranks"]
-            found.append(f"left out, because only ranks {chosen} were to be recorded: {_few(left_out)}")
+            text = msg("left out, because only ranks {chosen} were to be recorded: {ranks}")
+            found.append(tr(text, chosen=chosen, ranks=_few(left_out)))
         for number, rank in self.ranks.items():
             found += [f"rank {number}: {problem}" for problem in rank.problems]
         return found

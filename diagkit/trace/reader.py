@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from diagkit.language import msg, tr
 from diagkit.trace import values
 from diagkit.trace.rank import PROBLEM_LIMIT, RankTrace, State, Transition
 from diagkit.trace.schema import (
@@ -80,18 +81,22 @@ def read_rank(lines: Iterable[bytes], path: Path | None = None, cache: TableCach
             continue
         try:
             if not line.endswith(b"\n"):
-                raise Malformed("the line is not finished (the process ended while writing it, or is still writing)")
+                raise Malformed(
+                    tr("the line is not finished (the process ended while writing it, or is still writing)")
+                )
             seq = builder.line(line)
         except _Full:
             trace._problem(f"from line {number} on it is not read: the records fill {MEMORY >> 20} MB already")
             break
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
-            trace._problem(f"line {number}: {clip(str(error) or type(error).__name__)}; skipped")
+            why = clip(str(error) or type(error).__name__)
+            trace._problem(tr("line {number}: {why}; skipped", number=number, why=why))
             continue
         if seq > expected:
-            trace._problem(f"line {number}: {seq - expected} event(s) before it are missing")
+            text = msg("line {number}: {count} event(s) before it are missing")
+            trace._problem(tr(text, number=number, count=seq - expected))
         elif seq < expected:
-            trace._problem(f"line {number}: event {seq} comes again or late")
+            trace._problem(tr("line {number}: event {seq} comes again or late", number=number, seq=seq))
         expected = max(expected, seq + 1)
     builder.finish()
     return trace
@@ -157,7 +162,7 @@ class _Builder:
         return seq
 
     def _no_header(self) -> None:
-        self.trace._problem("the header is missing")
+        self.trace._problem(tr("the header is missing"))
         self.seen_header = self.trace.headless = True
         named = re.fullmatch(r"rank-([0-9]{1,9})\.jsonl", self.trace.path.name) if self.trace.path else None
         if named:
@@ -360,6 +365,8 @@ class _Builder:
             trace.rows = self.cache.whole.setdefault(tuple(self.tables), trace.rows)
         if trace.ended is None:
             phase = trace.last_phase
-            where = f"in phase {phase.ordinal} ({phase.name})" if phase.ordinal else "outside any phase"
-            still = f"; it had stood still {trace.standstill}" if trace.standstill else ""
-            trace._problem(f"rank {trace.rank} was cut off {where}: no closing line{still}")
+            where = tr("in phase {number} ({name})", number=phase.ordinal, name=phase.name) if phase.ordinal else ""
+            still = tr("; it had stood still {how_long}", how_long=trace.standstill) if trace.standstill else ""
+            text = msg("rank {rank} was cut off {where}: no closing line{still}")
+            where = where or tr("outside any phase")
+            trace._problem(tr(text, rank=trace.rank, where=where, still=still))

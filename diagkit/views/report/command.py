@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from diagkit.language import LANGUAGES
+from diagkit.language import LANGUAGES, language
 from diagkit.trace import open_trace, redact
 from diagkit.views.report import form_of, write
 
@@ -24,7 +24,8 @@ def main(args: argparse.Namespace) -> int:
     """Write the report; where it stands is the one line of output."""
     path = Path(args.output)
     form_of(path)  # before the reading, which may take long
-    traces = [open_trace(place) for place in (args.trace, args.against) if place is not None]
+    with language(args.lang):  # what cannot be read is told while it is read
+        traces = [open_trace(place) for place in (args.trace, args.against) if place is not None]
     trace, *later = redact.asked(args, *traces)
     print(write(trace, path, lang=args.lang, against=later[0] if later else None))
     return 0

@@ -78,6 +78,12 @@ def _apart(finding: Finding) -> str:
     return tr("In {phase}, {what}.", phase=finding.phase, what=what) if finding.phase else f"{what}."
 
 
+def _where(fact: Residency) -> str:
+    if fact.split or fact.storage_device is None:
+        return tr("at {place}", place=fact.short())
+    return _memory(f"{fact.storage_device} pinned" if fact.pinned else fact.storage_device)
+
+
 def _memory(storage: str) -> str:
     device, pinned, _ = storage.partition(" pinned")
     return tr("in pinned {device} memory", device=device) if pinned else tr("on {device}", device=device)
@@ -133,12 +139,12 @@ def _calm(told: RankTrace, failed: list[Told]) -> str:
         return tr("The run recorded nothing.")
     state = told.state(failed[0].moment if failed else -1)
     facts = [told.facts[number] for row, number in zip(told.rows, state.facts, strict=True) if row.kind in _WATCHED]
-    places = sorted({fact.short() for fact in facts if isinstance(fact, Residency) and not fact.empty})
-    shown = ", ".join(places[:4]) or "-"
+    places = sorted({_where(fact) for fact in facts if isinstance(fact, Residency) and not fact.empty})
+    shown = tr(" and ").join(places[:4]) or "-"
     if not names:
-        return tr("Metadata and bytes stayed together: all tensors are at {places}.", places=shown)
+        return tr("Metadata and bytes stayed together: all tensors are {places}.", places=shown)
     return tr(
-        "Through {phases}, metadata and bytes stayed together: all tensors are at {places}.",
+        "Through {phases}, metadata and bytes stayed together: all tensors are {places}.",
         phases=", ".join(names[:6]),
         places=shown,
     )
