@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from diagkit.language import tr
 from diagkit.trace.patterns import compress
 from diagkit.trace.reader import RankTrace
 from diagkit.trace.schema import BUFFER, PARAMETER, Moment, Residency, Row
@@ -148,27 +149,27 @@ def _notes(facts: Residency) -> tuple[str, ...]:
     """What is unusual about a tensor beside its places, in a few words each."""
     notes = []
     if facts.unreadable:
-        notes.append(f"not readable: {facts.unreadable}")
+        notes.append(tr("not readable: {why}", why=facts.unreadable))
     if facts.empty:
-        notes.append("no elements on this rank")
+        notes.append(tr("no elements on this rank"))
     elif facts.aliased is False:
-        notes.append("FSDP2 gathers other bytes")
+        notes.append(tr("FSDP2 gathers other bytes"))
     if facts.registered is False:
-        notes.append("not the parameter that FSDP2 gathers")
+        notes.append(tr("not the parameter that FSDP2 gathers"))
     if facts.sharded_state not in (None, "sharded"):
         notes.append(facts.sharded_state or "")
     if facts.storage_dtype and facts.dtype != facts.storage_dtype:
-        notes.append(f"says {facts.dtype}, holds {facts.storage_dtype}")
+        notes.append(tr("says {claimed}, holds {held}", claimed=facts.dtype, held=facts.storage_dtype))
     if not facts.shape_agrees:
-        notes.append("shapes disagree")
+        notes.append(tr("shapes disagree"))
     if facts.unwritten:
-        notes.append("nothing written yet")
+        notes.append(tr("nothing written yet"))
     if facts.shares == "tie":
-        notes.append("tied")
+        notes.append(tr("tied"))
     elif facts.shares == "stale":
-        notes.append("left behind by its parameter")
+        notes.append(tr("left behind by its parameter"))
     elif facts.shares == "written":
-        notes.append("its parameter's bytes, written since")
+        notes.append(tr("its parameter's bytes, written since"))
     elif facts.shares:
-        notes.append("shares its parameter's bytes")
+        notes.append(tr("shares its parameter's bytes"))
     return tuple(notes)
