@@ -42,6 +42,11 @@ def test_it_begins_at_a_finding_where_nothing_failed() -> None:
     assert explorer.choice.moment == explorer.exploration.findings(0)[0].moment
 
 
+def test_a_trace_opens_its_own_explorer() -> None:
+    trace, other = engine_trace(), engine_trace(guarded=True)
+    assert repr(trace.explore(other)) == repr(dk.explore(trace, other))
+
+
 def test_every_moment_shows_the_state_that_the_trace_holds() -> None:
     trace = engine_trace(decoder_names(3), ranks=2)
     explorer = dk.explore(trace)

@@ -156,6 +156,12 @@ class Trace:
 
         return diagnose(self)
 
+    def explore(self, other: Trace | None = None) -> Any:
+        """Look through this run, or two side by side: `diagkit.explore`."""
+        from diagkit.views import explore
+
+        return explore(self, other)
+
     def report(self, path: str | os.PathLike[str], *, lang: str = "en", against: Trace | None = None) -> Path:
         """Write this run's story to one file, ``.html``, ``.md`` or ``.json`` by its name, and return where it is.
 
