@@ -9,6 +9,7 @@ any script does, for tests that set environment variables and read what a job pr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -95,7 +96,8 @@ def run_rank(cell: Cell, rank: int, out: Path, model: Path) -> None:
         report.facts["residency"]["init"] = observe.residency(engine.module)
         observe.watch(engine.module, report.facts["residency"])
         report.write(stage=cell.operation)
-        extra = operations.OPERATIONS[cell.operation](side, engine, cell, rank, out, model)
+        with guarded(engine):
+            extra = operations.OPERATIONS[cell.operation](side, engine, cell, rank, out, model)
         after = observe.storages(engine.module)
         report.facts["residency"]["end"] = observe.residency(engine.module)
         report.write(outcome="ok", storages_exchanged=observe.exchanged(before, after), **extra)
@@ -104,6 +106,18 @@ def run_rank(cell: Cell, rank: int, out: Path, model: Path) -> None:
             report.facts["residency"]["failure"] = observe.residency(engine.module)
         report.write(outcome="error", exception=observe.failure(error, "verl"))
         raise
+
+
+def guarded(engine: Any) -> contextlib.AbstractContextManager[Any]:
+    """diagkit's guard over the engine, as ``REAL_ENGINES_GUARD`` says ("raise", "skip", "warn"); none without it."""
+    mode = os.environ.get("REAL_ENGINES_GUARD")
+    if not mode:
+        return contextlib.nullcontext()
+    import diagkit
+    from diagkit.remedy import MoveWarning
+
+    warnings.simplefilter("always", MoveWarning)
+    return diagkit.guard(engine, on_move=mode)
 
 
 def fork_rank(cell: Cell, rank: int, out: Path, model: Path) -> int:

@@ -89,6 +89,19 @@ def _to(side: ModuleType, engine: Any, cell: Cell, rank: int, out: Path, model: 
     return {}
 
 
+def _heal(side: ModuleType, engine: Any, cell: Cell, rank: int, out: Path, model: Path) -> dict[str, Any]:
+    """Go on after a save that crashed: mend the engine, train a step."""
+    import diagkit
+
+    crash = ""
+    try:
+        engine.save_checkpoint(str(out / cell.name / "saved"))
+    except RuntimeError as error:
+        crash = str(error)
+    healing = diagkit.heal(engine)
+    return {"crash": crash, "healed": list(healing.codes), **_train(side, engine, cell, rank, out, model)}
+
+
 OPERATIONS: dict[str, Operation] = {
     "init": _init,
     "train": _train,
@@ -97,4 +110,5 @@ OPERATIONS: dict[str, Operation] = {
     "load": _load,
     "export": _export,
     "to": _to,
+    "heal": _heal,
 }
