@@ -88,6 +88,9 @@ predictions:  ## measure what each operation does in each state, and ship the ta
 translations: setup  ## find every sentence that is told to people, and renew the catalogues (diagkit/catalogues)
 	@$(PY) .ci/translations.py
 
+data: setup  ## record the traces in data/ anew (verl's needs the environment of make test-verl)
+	@$(PY) data/record.py
+
 wheel: setup  ## build the wheel for nodes without a network: pip install --no-deps dist/diagkit-*.whl
 	@rm -rf build/lib build/bdist* dist/diagkit-*.whl
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
