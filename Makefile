@@ -29,7 +29,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SETUP = @$(PYTHON) .ci/venv.py --torch-index "$(TORCH_INDEX)" --pip-args "$(PIP_ARGS)"
 
-.PHONY: help setup demo lab notebooks pictures doctor test test-torch test-verl hazards predictions translations wheel bench lint clean
+.PHONY: help setup demo lab notebooks pictures doctor test test-torch test-verl hazards predictions translations data wheel bench lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*  ## ' $(MAKEFILE_LIST) | sed 's/:.*  ## /\t/' | awk -F'\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
