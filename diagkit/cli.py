@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn, Protocol, cast
 
 from diagkit import __version__
 from diagkit.errors import DiagkitError, MissingDependency
+from diagkit.language import language
 
 __all__ = ["COMMANDS", "main"]
 
@@ -45,7 +46,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "diagkit.doctor", "say what will work on this machine, and what to do for the rest"),
     Command("diagnose", "diagkit.diagnosis.diagnose_command", "find the hazards in a folder of traces"),
     Command("compare", "diagkit.trace.compare_command", "say where two runs part first: which phase, call and rows"),
-    Command("export", "diagkit.trace.export", "write a trace as tables (Parquet, CSV), or as a trace once more, redacted"),
+    Command(
+        "export", "diagkit.trace.export", "write a trace as tables (Parquet, CSV), or as a trace once more, redacted"
+    ),
     Command("report", "diagkit.views.report.command", "tell a run's story in one file, for whoever was not there"),
     Command("explain", "diagkit.diagnosis.explain_command", "say what the first failure in a job's log means"),
     Command("run", "diagkit.run.command", "run a training script unchanged, and record where its parameters live"),
@@ -90,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.rest = rest
         if strange:  # argparse would blame the top, whose --help does not know this command's options
             own.error(f"unrecognized arguments: {' '.join(strange)}")
-        code = room.main(args)
+        with language(getattr(args, "lang", "en")):
+            code = room.main(args)
         foreign: Callable[[], None] | None = getattr(room, "foreign", None)
         if foreign is None:
             sys.stdout.flush()

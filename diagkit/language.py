@@ -18,10 +18,14 @@ import gettext
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diagkit.errors import UsageError
 
-__all__ = ["LANGUAGES", "chosen", "language", "msg", "msgn", "tr", "trn"]
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["LANGUAGES", "add_argument", "chosen", "language", "msg", "msgn", "tr", "trn"]
 
 LANGUAGES = ("en", "zh")
 
@@ -46,6 +50,11 @@ def language(name: str) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(before)
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """The option ``--lang`` of a command; the command line then runs the command in that language."""
+    parser.add_argument("--lang", choices=LANGUAGES, default="en", help="the language of the sentences (default: en)")
 
 
 def chosen() -> str:

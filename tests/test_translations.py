@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 from traces import engine_trace
 
+from diagkit.cli import main
 from diagkit.diagnosis import all_rules
 from diagkit.errors import UsageError
 from diagkit.language import LANGUAGES, chosen, language, tr, trn
@@ -135,3 +136,13 @@ def test_a_chinese_report_has_no_english_sentence_of_ours(form: str) -> None:
     told = re.sub(r"^(`{3,}).*?^\1$|`[^`]+`|'[^'\n]+'|\"[^\"\n]+\"", "", told, flags=re.DOTALL | re.MULTILINE)
     sentences = [line.strip() for line in told.splitlines() if _ENGLISH.search(line)]
     assert sentences == []
+
+
+@pytest.mark.parametrize("command", [["hazards", "DK101"], ["hazards"], ["explain", "-"]])
+def test_a_command_speaks_the_language_that_it_is_asked_for(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("all is well\n"))
+    assert main([*command, "--lang", "zh"]) == 0
+    assert re.search("[\u4e00-\u9fff]{4}", capsys.readouterr().out)
+    assert chosen() == "en"

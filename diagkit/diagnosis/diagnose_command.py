@@ -7,6 +7,7 @@ import json
 
 from diagkit.diagnosis.diagnose import diagnose
 from diagkit.diagnosis.rule import SEVERITIES
+from diagkit.language import add_argument, tr
 from diagkit.trace import open_trace, redact
 from diagkit.trace.progress import on_stderr
 
@@ -17,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="a folder of rank-*.jsonl files, or one such file")
     parser.add_argument("--json", action="store_true", help="the findings as data")
     redact.add_arguments(parser)
+    add_argument(parser)
     parser.add_argument(
         "--fail-on",
         metavar="LEVEL",
@@ -36,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
         print(repr(trace))
         print(findings)
         for problem in problems[:10]:
-            print(f"missing: {problem}")
+            print(f"{tr('missing')}: {problem}")
     if findings.blind and not findings:
         return 2  # as for a trace that cannot be read: "well" would be a claim about tensors that nobody saw
     return int(args.fail_on != "never" and bool(findings.at_least(args.fail_on)))

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from diagkit.diagnosis.logs import explain_log
 from diagkit.errors import UsageError
+from diagkit.language import add_argument, tr
 
 #: Bytes of a line that are read in one piece, and bytes by which text is told from what is none.
 PIECE, SAMPLE = 1 << 16, 1 << 13
@@ -24,6 +25,7 @@ _CONTROL = re.compile(rb"[\x00-\x06\x0e-\x1a\x1c-\x1f]")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", metavar="LOG", help="a job's log, of one or of many ranks; - reads standard input")
     parser.add_argument("--json", action="store_true", help="the explanation as data")
+    add_argument(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -47,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
                 remedy="Name a text file, or -",
             ) from None
     if found is None:
-        print(json.dumps(None) if args.json else "no exception in this log")
+        print(json.dumps(None) if args.json else tr("no exception in this log"))
         return 0
     print(json.dumps(found.to_json(), ensure_ascii=False) if args.json else found)
     return int(found.code is not None)

@@ -114,7 +114,7 @@ class Finding:
 
     def lines(self, width: int = 3) -> list[str]:
         """The finding for a terminal; ``width`` is how many patterns and consequences are written out."""
-        head = f"{self.code} {self.title} [{self.severity}]"
+        head = f"{self.code} {self.title} [{tr(self.severity)}]"
         out = [head + ("" if self.lasting else " " + tr("(gone by the end)"))]
         if self.follows:
             out.append("  " + tr("follows from {code}: mend that first", code=self.follows))

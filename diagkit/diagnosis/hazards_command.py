@@ -9,6 +9,7 @@ import textwrap
 
 from diagkit.diagnosis.rule import SEVERITIES, Rule, all_rules, find_rules
 from diagkit.errors import UsageError
+from diagkit.language import add_argument, tr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="the whole catalogue as a page")
     form.add_argument("--json", action="store_true", help="as data")
+    add_argument(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -32,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         for r in rules:
             print(f"{r.code:<8}{r.severity:<8}{r.title}")
-        print("\ndiagkit hazards CODE says more.")
+        print("\n" + tr("diagkit hazards CODE says more."))
     return 0
 
 
@@ -54,7 +56,7 @@ def page(rules: tuple[Rule, ...]) -> str:
             if heading == "Call":
                 lines += ["```python", *text.split("\n\n"), "```", ""]
             else:
-                lines += [f"*{heading}.* {text}", ""]
+                lines += [f"*{tr(heading)}.* {text}", ""]
     return "\n".join(lines).rstrip()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from diagkit.language import LANGUAGES, language
+from diagkit.language import add_argument
 from diagkit.trace import open_trace, redact
+from diagkit.trace.progress import on_stderr
 from diagkit.views.report import form_of, write
 
 
@@ -15,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", required=True, help="FILE.html (a page), FILE.md or FILE.json"
     )
-    parser.add_argument("--lang", choices=LANGUAGES, default="en", help="the language of the sentences (default: en)")
+    add_argument(parser)
     parser.add_argument("--against", metavar="TRACE2", help="a run after the fix: says whether the fix held")
     redact.add_arguments(parser)
 
@@ -24,8 +25,7 @@ def main(args: argparse.Namespace) -> int:
     """Write the report; where it stands is the one line of output."""
     path = Path(args.output)
     form_of(path)  # before the reading, which may take long
-    with language(args.lang):  # what cannot be read is told while it is read
-        traces = [open_trace(place) for place in (args.trace, args.against) if place is not None]
+    traces = [open_trace(place, on_stderr) for place in (args.trace, args.against) if place is not None]
     trace, *later = redact.asked(args, *traces)
     print(write(trace, path, lang=args.lang, against=later[0] if later else None))
     return 0
