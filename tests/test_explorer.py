@@ -19,7 +19,8 @@ from traces import decoder_names, engine_trace, unlike_names
 import diagkit as dk
 from diagkit.errors import UsageError
 from diagkit.trace.merged import Trace
-from diagkit.trace.schema import Residency
+from diagkit.trace.schema import Phase, Residency
+from diagkit.views import lifeline
 from diagkit.views.explorer import Explorer
 from diagkit.views.explorer.folding import LINES
 from diagkit.views.explorer.panes import cause_pane, state_pane
@@ -156,13 +157,34 @@ def test_a_cut_off_rank_and_an_empty_trace_can_be_looked_at() -> None:
     trace.ranks[0].moments = []
     trace.ranks[1].moments = []
     shown = dk.explore(trace).shown
-    assert shown.moments == (None,) and "never got to this moment" in cause_pane(shown.moments[0])
+    assert shown.moments == (None,) and "This run never got to this moment" in cause_pane(shown.moments[0])
 
 
 def test_a_stack_is_shown_with_its_culprit() -> None:
     html = cause_pane(dk.explore(engine_trace()).choose(moment=9).moments[0])
     assert "<b>/site/verl/engine.py:41 in save_checkpoint</b>" in html
     assert "<code>load_model_to_device(self.module)</code>" in html
+
+
+def test_a_tensor_that_is_not_there_in_a_phase_is_shown_where_it_is() -> None:
+    explorer = dk.explore(engine_trace())
+    explorer.choose(tensor="lm_head")
+    rank = explorer.exploration.traces[0][0]
+    with pytest.raises(UsageError, match="the tensor is not there in these moments: found lm_head"):
+        lifeline(rank, "lm_head", end=0)
+    rank.moments[0].phase = 9
+    rank.phases[9] = Phase(9, "before")
+    explorer.choose(phase=9)
+    assert explorer.choice.moment == 0
+    assert "splits lm_head.weight" in explorer.to_svg()
+
+
+def test_the_chosen_moment_is_marked_in_the_lifeline() -> None:
+    explorer = dk.explore(engine_trace())
+    explorer.choose(tensor="lm_head", moment=9)
+    before = explorer.to_svg()
+    explorer.choose(moment=10)
+    assert before != explorer.to_svg() and before.count("<polygon") == explorer.to_svg().count("<polygon") == 1
 
 
 def test_hostile_names_are_shown_as_text() -> None:

@@ -93,6 +93,8 @@ def test_it_begins_at_the_failure_with_both_runs_beside_each_other(page: Page) -
     expect(rows.first).to_contain_text("split, runs differ")
     expect(rows.last).not_to_contain_text("split")
     expect(page.get_by_text("Module.state_dict raises RuntimeError").first).to_be_visible()
+    expect(page.get_by_role("heading", name="A: Module.state_dict")).to_be_visible()
+    expect(page.get_by_role("heading", name="B: save: exit")).to_be_visible()
     for label, chosen in (("Phase", "all phases"), ("Run", "Unguarded"), ("Lifeline", "none")):
         expect(page.get_by_label(label, exact=True).locator("option:checked")).to_have_text(chosen)
 
@@ -170,23 +172,11 @@ def test_the_other_run_leads_when_it_is_chosen(page: Page) -> None:
 def test_everything_is_reached_by_the_tab_key_and_no_barrier_is_in_the_way(page: Page) -> None:
     page.get_by_label("Run", exact=True).focus()
     reached = []
-    for _ in range(12):
+    for _ in range(13):
         reached.append(page.evaluate("document.activeElement.getAttribute('role') || document.activeElement.tagName"))
         page.keyboard.press("Tab")
-    assert reached == [
-        "SELECT",
-        "SELECT",
-        "SELECT",
-        "INPUT",
-        "SELECT",
-        "slider",
-        "SELECT",
-        "DIV",
-        "DIV",
-        "SELECT",
-        "BUTTON",
-        "BUTTON",
-    ]
+    selects, panes = ["SELECT"] * 3, ["DIV"] * 3
+    assert reached == [*selects, "INPUT", "SELECT", "slider", "SELECT", *panes, "SELECT", "BUTTON", "BUTTON"]
     # The handle of ipywidgets' slider has no name, and nothing in Python reaches it: the list "At" is its named twin.
     found = [line for line in barriers(page, ".jp-OutputArea-output .widget-vbox") if "noUi-handle" not in line]
     assert not found

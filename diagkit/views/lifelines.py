@@ -22,7 +22,7 @@ from diagkit.views.holdings import with_index
 from diagkit.views.lanes import NOWHERE, TRACKS, Glimpse, draw_lanes, lane_note, lanes_of
 from diagkit.views.lines import Page
 from diagkit.views.panels import GAP, MARGIN, Panel, head, moments_below, notes_below, tone
-from diagkit.views.scene import Scene, Text, clean, shorten, text_width
+from diagkit.views.scene import Polygon, Scene, Text, clean, shorten, text_width
 from diagkit.views.sizes import local_bytes, whole_bytes
 from diagkit.views.story import Column, Story, cell_of, choose
 from diagkit.views.timeline import Timeline
@@ -69,16 +69,22 @@ def lifeline_scene(
     moments: int = 10,
     title: str | None = None,
     width: float = 1000,
+    at: int | None = None,
 ) -> Scene:
-    """The same as shapes, for who wants no more than an SVG."""
+    """The same as shapes, for who wants no more than an SVG; ``at`` marks the moment of that index, or the last shown
+    before it.
+    """
     row = find(one, name)
     glimpses = _glimpses(one, row)
     first, last = _span(one, start, end)
+    if not any(glimpse is not NOWHERE for glimpse in glimpses[first : last + 1]):
+        raise UsageError("the tensor is not there in these moments", found=name, where=one.path)
     story = _story(one, row, glimpses, range(first, last + 1), moments)
     shown = [glimpses[column.moment.index] for column in story.columns]
     verdict = judge(story)
     gathered = _gathered([glimpses[column.moment.index] for column in story.every])
-    return _draw(story, verdict, shown, title or verdict.title + gathered, width)
+    before = [c for c, column in enumerate(story.columns) if at is not None and column.moment.index <= at]
+    return _draw(story, verdict, shown, title or verdict.title + gathered, width, before[-1] if before else None)
 
 
 def find(rank: RankTrace, name: str) -> Row:
@@ -185,7 +191,9 @@ def _gathered(glimpses: Sequence[Glimpse]) -> str:
     return tr(text.get(len(places), msg("; gathered on {device} {count} times")), device=places[0], count=len(places))
 
 
-def _draw(story: Story, verdict: Verdict, shown: Sequence[Glimpse], title: str, width: float) -> Scene:
+def _draw(
+    story: Story, verdict: Verdict, shown: Sequence[Glimpse], title: str, width: float, marked: int | None
+) -> Scene:
     lanes = lanes_of(shown)
     named = max(text_width(lane, 13, True) for lane in lanes)
     noted = max(text_width(lane_note(story.rank, lane), 10.5) for lane in lanes)
@@ -197,6 +205,9 @@ def _draw(story: Story, verdict: Verdict, shown: Sequence[Glimpse], title: str, 
     scene = Scene(width, 0, title, _text(story, verdict, shown, title))
     y = head(scene, title, context(story), verdict.sentence, tone(verdict))
     bottom = draw_lanes(scene, panel, lanes, shown, y)
+    if marked is not None:
+        middle = left + pitch * marked + panel.cell / 2
+        scene.add(Polygon(((middle, bottom + 1), (middle + 5, bottom + 8), (middle - 5, bottom + 8)), palette.INK))
     y = notes_below(scene, [panel], moments_below(scene, [panel], bottom + 4))
     if remark := words.left_out([(story, verdict, "")], Page((), 0)):
         scene.add(Text(MARGIN, y + 14, shorten(remark, width - 2 * MARGIN, 11), 11, palette.MUTED))

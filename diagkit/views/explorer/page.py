@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
-from diagkit.errors import DiagkitError
+from diagkit.errors import DiagkitError, UsageError
 from diagkit.trace.schema import BUFFER, PARAMETER
 from diagkit.views import palette
+from diagkit.views.explorer.folding import Line
 from diagkit.views.explorer.model import Choice, Exploration
 from diagkit.views.explorer.panes import cause_pane, findings_table, state_pane
 from diagkit.views.figure import ViewFigure
@@ -34,7 +35,10 @@ def picture(exploration: Exploration, choice: Choice) -> str:
     if choice.tensor:
         rank = exploration.traces[choice.run][choice.rank]
         span = [moment.index for moment in exploration.moments(choice)]
-        return svg(lifeline_scene(rank, choice.tensor, span[0], span[-1]))
+        try:
+            return svg(lifeline_scene(rank, choice.tensor, span[0], span[-1], at=choice.moment))
+        except UsageError:  # it is not there in this phase
+            return svg(lifeline_scene(rank, choice.tensor, at=choice.moment))
     return _map(exploration, choice).to_svg()
 
 
@@ -44,7 +48,7 @@ def overview(exploration: Exploration, choice: Choice) -> str:
     parts += [_section("What is wrong", findings_table(exploration, run)) for run in range(len(exploration.traces))]
     shown = exploration.shown(choice)
     parts.append(_section("The chosen moment", state_pane(shown) + cause_pane(shown.moments[0])))
-    lives = {line.ways[0]: line.names[0] for line in reversed(shown.lines) if line.kind in (PARAMETER, BUFFER)}
+    lives = {line.ways[0]: line.names[0] for line in reversed(shown.lines) if _lives(line)}
     rank = exploration.traces[choice.run][choice.rank]
     if lives:
         names = [*reversed(lives.values())][:LIFELINES]
@@ -69,6 +73,11 @@ def _map(exploration: Exploration, choice: Choice) -> ViewFigure:
         return before_after(first, second, names=names, rank=choice.rank, phase=phase, only=only)
     except DiagkitError:  # the other run has no such phase, rank or tensor
         return residency_map(trace, rank=choice.rank, phase=phase, only=only)
+
+
+def _lives(line: Line) -> bool:
+    """Whether a lifeline can be drawn of it: it is the model's, and was there at all."""
+    return line.kind in (PARAMETER, BUFFER) and any(line.ways[0] or ())
 
 
 def _section(title: str, body: str) -> str:

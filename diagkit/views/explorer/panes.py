@@ -57,11 +57,11 @@ def _pair(cell: Cell | None) -> tuple[str, str]:
     return chip(cell.metadata, cell.metadata, cell.split), chip(cell.storage, bytes_at, cell.split)
 
 
-def cause_pane(moment: Moment | None) -> str:
+def cause_pane(moment: Moment | None, run: str = "") -> str:
     """What happened at a moment, by whose line, and the stack that led there."""
     if moment is None:
-        return framed("<p>This run never got to this moment.</p>")
-    parts = [f"<h4>{escape(clean(moment.label))}</h4>"]
+        return framed(f"<p>{escape(clean(run or 'This run'))} never got to this moment.</p>")
+    parts = [f"<h4>{escape(clean(f'{run}: {moment.label}' if run else moment.label))}</h4>"]
     if moment.failure is not None:
         failure = moment.failure
         parts.append(

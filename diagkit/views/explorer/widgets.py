@@ -134,7 +134,8 @@ class _Controls:
             _set(self.tensor, [("none", NO_TENSOR), *((name, name) for name in tensors)], choice.tensor)
             self.pattern.value = choice.pattern
         self.state.value = state_pane(shown)
-        self.cause.value = cause_pane(shown.moments[0])
+        runs = ["A", "B"] if len(shown.moments) > 1 else [""]
+        self.cause.value = "".join(map(cause_pane, shown.moments, runs))
         self.life.value = picture(exploration, choice) if choice.tensor else ""
 
     @contextlib.contextmanager
