@@ -264,3 +264,16 @@ def test_exported_tables_and_comparisons_tell_nothing_private(
     for form in ([], ["--json"]):
         assert main(["compare", str(folder), str(other), option, *form]) == 1
         assert leaks(capsys.readouterr().out, private) == []
+
+
+@pytest.mark.parametrize("form", ["html", "md", "json"])
+@pytest.mark.parametrize("option", ["--redact", "--redact-names"])
+def test_a_report_tells_nothing_private(
+    folder: pathlib.Path, tmp_path: pathlib.Path, option: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private = (*PRIVATE, "secret_router") if option == "--redact-names" else PRIVATE
+    plain, hidden = tmp_path / f"plain.{form}", tmp_path / f"hidden.{form}"
+    assert main(["report", str(folder), "-o", str(plain)]) in (0, 1)
+    assert set(leaks(plain.read_text())) >= {"alice", "s3cr3t", "gpu-17"}
+    assert main(["report", str(folder), "-o", str(hidden), option]) in (0, 1)
+    assert leaks(hidden.read_text().replace(str(tmp_path), ""), private) == []
