@@ -7,6 +7,7 @@ difference; what many ranks have alike is one line; cost follows what differs, n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from diagkit.trace import RankTrace, Trace
 from diagkit.trace.patterns import compress
@@ -79,9 +80,8 @@ def _compare(told: RankTrace, others: list[RankTrace]) -> tuple[list[Difference]
         theirs = _shown(rank)
         if mine == theirs:
             continue
-        for row in range(max(len(mine), len(theirs))):
-            here, there = _at(mine, row), _at(theirs, row)
-            if here != there and "" not in (here, there):
+        for row, (here, there) in enumerate(zip_longest(mine, theirs, fillvalue="-")):
+            if here != there and here and there:
                 same_row.setdefault((row, there), set()).add(rank.rank)
                 unlike.add(rank.rank)
     groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
