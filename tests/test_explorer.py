@@ -87,6 +87,14 @@ def test_two_runs_meet_at_the_same_place_and_what_differs_is_marked() -> None:
     assert shown.heads == ("Guarded · rank 0, 10 after save", "Unguarded · rank 0, 11 after save")
 
 
+def test_another_run_has_its_own_findings_and_may_lack_the_tensor() -> None:
+    explorer = dk.explore(engine_trace(["a", "b"]), engine_trace(["b"], guarded=True))
+    explorer.jump(0)
+    assert explorer.choice.tensor == "a" and explorer.choice.finding == 0
+    explorer.choose(run=1)
+    assert explorer.choice.tensor == "" and explorer.choice.finding is None
+
+
 def test_tensors_that_one_run_lacks_are_not_there() -> None:
     explorer = dk.explore(engine_trace(["a", "b"]), engine_trace(["b"]))
     shown = explorer.choose(moment=9)
@@ -130,6 +138,7 @@ def test_lines_beyond_the_limit_are_counted_and_a_filter_brings_them_up() -> Non
 
 def test_choices_that_cannot_be_shown_become_the_nearest_that_can() -> None:
     explorer = dk.explore(engine_trace())
+    explorer.choose(finding=-1)
     explorer.choose(run=7, rank=99, phase=42, moment=10_000, finding=1000)
     choice = explorer.choice
     assert (choice.run, choice.rank, choice.phase, choice.moment, choice.finding) == (0, 0, None, 11, None)

@@ -10,6 +10,7 @@ from typing import Any
 from diagkit.errors import MissingDependency, UsageError
 from diagkit.trace.merged import Trace
 from diagkit.trace.rank import RankTrace
+from diagkit.trace.schema import BUFFER, PARAMETER
 from diagkit.views.chosen import Source, opened
 from diagkit.views.explorer.model import Choice, Exploration, Shown
 from diagkit.views.explorer.page import overview, picture
@@ -57,10 +58,14 @@ class Explorer:
         if unknown := set(chosen) - set(Choice.__dataclass_fields__):
             expected = f"one of {', '.join(Choice.__dataclass_fields__)}"
             raise UsageError("nothing of that name can be chosen", found=min(unknown), expected=expected)
+        if chosen.get("run", self.choice.run) != self.choice.run:
+            chosen = {"finding": None, **chosen}  # each run has its own
         choice = self.exploration.mended(replace(self.choice, **chosen))
-        if choice.tensor:
-            rank = self.exploration.traces[choice.run][choice.rank]
+        rank = self.exploration.traces[choice.run][choice.rank]
+        if chosen.get("tensor"):
             choice = replace(choice, tensor=find(rank, choice.tensor).name)
+        elif choice.tensor not in {row.name for row in rank.rows if row.kind in (PARAMETER, BUFFER)}:
+            choice = replace(choice, tensor="")  # the run or rank that was chosen does not have it
         self.choice = choice
         return self.shown
 

@@ -7,8 +7,10 @@ and a filter is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from diagkit.diagnosis import Finding, Findings, diagnose
 from diagkit.trace.merged import Trace
@@ -22,6 +24,12 @@ from diagkit.views.story import Cell, Column, Tensor, named
 from diagkit.views.words import moment_name
 
 __all__ = ["Choice", "Exploration", "Shown", "moment_text"]
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+#: Ranks and choices whose lines are kept; a reader goes back and forth between few.
+KEPT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class Exploration:
         self.traces = tuple(traces)
         self.names = tuple(names)
         self._findings: dict[int, Findings] = {}
-        self._known: dict[int, Ways] = {}  # by the identity of a rank's trace, which lives as long as this
+        self._ways: dict[int, Ways] = {}  # by the identity of a rank's trace, which lives as long as this
         self._lines: dict[tuple[object, ...], tuple[list[Line], int]] = {}
 
     # ---- what can be chosen
@@ -85,7 +93,9 @@ class Exploration:
         phase = choice.phase if choice.phase in trace[rank].phases and choice.phase else None
         indices = [m.index for m in self.moments(replace(choice, run=run, rank=rank, phase=phase))]
         moment = min(indices, key=lambda index: abs(index - choice.moment), default=0)
-        finding = choice.finding if choice.finding is not None and choice.finding < len(self.findings(run)) else None
+        finding = choice.finding
+        if finding is not None and not 0 <= finding < len(self.findings(run)):
+            finding = None
         return replace(choice, run=run, rank=rank, phase=phase, moment=moment, finding=finding)
 
     def phases(self, choice: Choice) -> list[tuple[str, int | None]]:
@@ -158,17 +168,14 @@ class Exploration:
 
     def _lines_of(self, choice: Choice, order: Sequence[int]) -> tuple[list[Line], int]:
         key = (choice.run, choice.rank, choice.phase, choice.pattern, choice.finding)
-        if key not in self._lines:
-            ranks = [self.traces[r].ranks.get(choice.rank) for r in order]
-            wanted = self._wanted(choice)
-            spans = [self._span(choice, rank) for rank in ranks]
-            self._lines[key] = fold([self._ways(rank) if rank else None for rank in ranks], spans, wanted)
-        return self._lines[key]
+        ranks = [self.traces[r].ranks.get(choice.rank) for r in order]
 
-    def _ways(self, rank: RankTrace) -> Ways:
-        if id(rank) not in self._known:
-            self._known[id(rank)] = Ways(rank)
-        return self._known[id(rank)]
+        def folded() -> tuple[list[Line], int]:
+            spans = [self._span(choice, rank) for rank in ranks]
+            ways = [_kept(self._ways, id(rank), partial(Ways, rank)) if rank else None for rank in ranks]
+            return fold(ways, spans, self._wanted(choice))
+
+        return _kept(self._lines, key, folded)
 
     def _span(self, choice: Choice, rank: RankTrace | None) -> range:
         if rank is None or choice.phase is None:
@@ -179,17 +186,23 @@ class Exploration:
     def _wanted(self, choice: Choice) -> list[Tensor]:
         """The chosen tensors, in the model's order."""
         rows: Iterable[Row] = self._rank(choice).rows
-        labels = set(self.findings(choice.run)[choice.finding].names) if choice.finding is not None else None
-        if labels is not None:
+        concerned: list[Row] = []
+        if choice.finding is not None:
+            labels = set(self.findings(choice.run)[choice.finding].names)
             concerned = [row for row in rows if row.kind in TENSOR_KINDS and row.label in labels]
-            rows = concerned or rows  # a finding on a group or an engine has no tensors of its own
-        kinds = TENSOR_KINDS if labels else (PARAMETER, BUFFER)
+        # A finding on a group or an engine has no tensors of its own.
+        rows = concerned or (row for row in rows if row.kind in (PARAMETER, BUFFER))
         pattern = choice.pattern.strip()
-        return [
-            (row.kind, row.model, row.name, row.part)
-            for row in rows
-            if row.kind in kinds and (not pattern or named(row.name, pattern))
-        ]
+        return [(row.kind, row.model, row.name, row.part) for row in rows if not pattern or named(row.name, pattern)]
+
+
+def _kept(cache: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
+    """What was made for this key; of what was made, only the latest is kept."""
+    if key not in cache:
+        if len(cache) >= KEPT:
+            del cache[next(iter(cache))]
+        cache[key] = make()
+    return cache[key]
 
 
 def moment_text(rank: RankTrace, moment: Moment) -> str:

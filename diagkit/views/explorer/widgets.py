@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["build"]
 
 WIDE = widgets.Layout(width="auto")
+#: The controls that choose by themselves, by what they choose.
+CHOICES = ("run", "rank", "phase", "pattern", "moment", "tensor")
 # A dropdown takes None for "nothing is chosen" and shows no option.
 NO_PHASE, NO_FINDING, NO_TENSOR = 0, -1, ""
 
@@ -69,7 +71,7 @@ class _Controls:
                 widgets.HBox([self.svg, self.html, self.told]),
             ]
         )
-        for name in ("run", "rank", "phase", "pattern", "moment", "tensor"):
+        for name in CHOICES:
             getattr(self, name).observe(self._chosen, "value")
         self.at.observe(self._set_moment, "value")
         self.finding.observe(self._jumped, "value")
@@ -83,11 +85,9 @@ class _Controls:
         """A control was moved."""
         if self._setting:
             return
-        chosen = {name: getattr(self, name).value for name in ("run", "rank", "pattern", "moment", "tensor")}
-        chosen["phase"] = self.phase.value or None
+        name = next(name for name in CHOICES if getattr(self, name) is change["owner"])
         with self._telling():
-            self.explorer.choose(**chosen)
-            self._show()
+            self.explorer.choose(**{name: (change["new"] or None) if name == "phase" else change["new"]})
 
     def _set_moment(self, change: dict[str, Any]) -> None:
         if not self._setting:
@@ -101,7 +101,6 @@ class _Controls:
                 self.explorer.choose(finding=None)
             else:
                 self.explorer.jump(change["new"])
-            self._show()
 
     def _save(self, name: str) -> None:
         with self._telling():
@@ -148,10 +147,11 @@ class _Controls:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """A mistake is told in one line beside the buttons, not lost in a log."""
+        """Shows what came of it; a mistake is told in one line beside the buttons, not lost in a log."""
         self.told.value = ""
         try:
             yield
+            self._show()
         except DiagkitError as error:
             self.told.value = line_of([str(error)])
 
