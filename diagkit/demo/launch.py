@@ -140,7 +140,7 @@ class Launcher:
         self.simulated = False
         self.timeout = timeout
         self.torch = ""
-        self._prepared: set[tuple[str, str]] = set()
+        self._prepared: set[tuple[str, str, int]] = set()
 
     def __enter__(self) -> Launcher:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -181,12 +181,16 @@ class Launcher:
                 progress(cell)
             yield self.run_one(cell)
 
-    def run_one(self, cell: Experiment) -> CellResult:
-        """Run one cell, and before it, once per engine and flags, what writes the checkpoint that it loads."""
+    def run_one(self, cell: Experiment, ranks: int | None = None) -> CellResult:
+        """Run one cell, and before it, once per engine and flags, what writes the checkpoint that it loads.
+
+        ``ranks`` may be fewer than the launcher's.
+        """
+        ranks = ranks or self.ranks
         if cell.operation == "load":
-            self._prepare(cell)
+            self._prepare(cell, ranks)
         started = time.monotonic()
-        answer = self._job("cell", cell.slug, cell.group, cell=asdict(cell))
+        answer = self._job("cell", cell.slug, cell.group, ranks, cell=asdict(cell))
         records = [
             record or {"outcome": "no answer", "exception": {"type": "", "message": _ended(status, self.timeout)}}
             for record, status in zip(answer["records"], answer["exits"], strict=True)
@@ -194,7 +198,7 @@ class Launcher:
         major, minor = self.torch.split(".")[:2]
         return CellResult(
             experiment=cell,
-            ranks=self.ranks,
+            ranks=ranks,
             device=self.device,
             simulated=self.simulated,
             records=[{"exported": None, "values": None, "retry": None, **record} for record in records],
@@ -215,11 +219,12 @@ class Launcher:
         started = time.monotonic()
         writer = scenario.writer(self.device)
         if "load" in scenario.steps:
-            self._prepare(writer)
+            self._prepare(writer, self.ranks)
         answer = self._job(
             "life",
             name,
             scenario.group(self.device),
+            self.ranks,
             scenario=asdict(scenario),
             checkpoint=str(checkpoint_folder(self.out.resolve(), writer)),
         )
@@ -242,26 +247,26 @@ class Launcher:
         """End the warm process and every rank with it, from any thread; whoever waits for a result gets an error."""
         self._process.kill()
 
-    def _prepare(self, cell: Experiment) -> None:
-        key = (cell.engine, checkpoint_kind(cell.flags))
+    def _prepare(self, cell: Experiment, ranks: int) -> None:
+        key = (cell.engine, checkpoint_kind(cell.flags), ranks)
         if key in self._prepared:
             return
         # With a CPU backend, whatever the cell has: the FSDP engine cannot train without one.
         group = cell.group if "," in cell.group or self.device == "cpu" else f"cpu:gloo,{self.device}:{cell.group}"
         writer = Experiment(cell.engine, "current", "train", key[1], group)
-        answer = self._job("preparation", f"prepare_{writer.slug}", group, cell=asdict(writer))
+        answer = self._job("preparation", f"prepare_{writer.slug}", group, ranks, cell=asdict(writer))
         failed = [record for record in answer["records"] if record is None or record["outcome"] != "ok"]
         if failed:
             told = (failed[0] or {}).get("exception", {}).get("message", "no answer")
             raise EngineError("the checkpoint to load could not be written", found=told, where=writer.name)
         self._prepared.add(key)
 
-    def _job(self, task: str, slug: str, group: str, **what: Any) -> dict[str, Any]:
+    def _job(self, task: str, slug: str, group: str, ranks: int, **what: Any) -> dict[str, Any]:
         job = {
             "task": task,
             "slug": slug,
             "group": group,
-            "ranks": self.ranks,
+            "ranks": ranks,
             "out": str(self.out.resolve()),
             "timeout": self.timeout,
             **what,

@@ -1,4 +1,4 @@
-"""One rank in this very process, for a notebook or a prompt: a real accelerator where there is one, else the simulated
+"""This very process as a rank, alone or with other kernels: a real accelerator where there is one, else the simulated
 one.
 
 Rules of this module: it changes nothing that it does not say; asked again, it gives the same answer.
@@ -6,7 +6,10 @@ Rules of this module: it changes nothing that it does not say; asked again, it g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,7 @@ import torch.distributed as dist
 from diagkit.demo.experiments import group_names
 from diagkit.errors import UsageError
 
-__all__ = ["Solo", "start_alone"]
+__all__ = ["Solo", "start_alone", "start_together"]
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,15 @@ class Solo:
     simulated: bool
     group: str
     torch: str
+    rank: int = 0
+    ranks: int = 1
 
     def __str__(self) -> str:
         what = (
             f"{self.device} (SIMULATED in host memory; FSDP2 and DTensor are real)" if self.simulated else self.device
         )
-        return f"1 rank in this process on {what}, process group {self.group}, torch {self.torch}"
+        who = "1 rank in this process" if self.ranks == 1 else f"rank {self.rank} of {self.ranks}"
+        return f"{who} on {what}, process group {self.group}, torch {self.torch}"
 
     __repr__ = __str__
 
@@ -48,6 +54,27 @@ def start_alone(group: str | None = None) -> Solo:
         UsageError: a process group of another kind is up already.
         SimulatorError: no accelerator, and the simulated one cannot be built here.
     """
+    # One rank meets itself: a store in memory leaves neither a file nor an open port behind.
+    return _start(0, 1, dist.HashStore, group)  # type: ignore[attr-defined]
+
+
+def start_together(rank: int, ranks: int, meet: str | Path, group: str | None = None) -> Solo:
+    """The same for one of several kernels of this machine that are the ranks of a job, as with ipyparallel's ``%%px``.
+
+    Args:
+        rank: this kernel's rank, and the index of its device.
+        ranks: how many there are; each calls this, and waits for the others.
+        meet: a file that does not exist yet, the same for all.
+        group: as for :func:`start_alone`.
+
+    Raises:
+        UsageError: a process group of another kind is up already.
+        SimulatorError: not enough accelerators, and the simulated one cannot be built here.
+    """
+    return _start(rank, ranks, lambda: dist.FileStore(str(meet), ranks), group)  # type: ignore[attr-defined]
+
+
+def _start(rank: int, ranks: int, store: Callable[[], Any], group: str | None) -> Solo:
     global _started
     if _started is not None:
         if group not in (None, _started.group):
@@ -55,21 +82,20 @@ def start_alone(group: str | None = None) -> Solo:
                 "a process has one default group", found=group, expected=_started.group, remedy="Restart the kernel"
             )
         return _started
-    device, simulated = _accelerator()
+    device, simulated = _accelerator(ranks)
     group = group or group_names(device)[0]
     if dist.is_initialized():
         raise UsageError("a process group is up already", remedy="Restart the kernel")
-    torch.get_device_module(device).set_device(0)
-    # One rank meets itself: a store in memory leaves neither a file nor an open port behind.
-    dist.init_process_group(group, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    _started = Solo(device, simulated, group, torch.__version__)
+    torch.get_device_module(device).set_device(rank)
+    dist.init_process_group(group, store=store(), rank=rank, world_size=ranks)
+    _started = Solo(device, simulated, group, torch.__version__, rank, ranks)
     return _started
 
 
-def _accelerator() -> tuple[str, bool]:
+def _accelerator(ranks: int) -> tuple[str, bool]:
     from diagkit.lab import running, simulate
 
-    if running() is None and torch.accelerator.is_available():
+    if running() is None and torch.accelerator.is_available() and torch.accelerator.device_count() >= ranks:
         found = torch.accelerator.current_accelerator()
         if found is not None and found.type in ("npu", "cuda"):
             return found.type, False
