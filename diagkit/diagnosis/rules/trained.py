@@ -14,7 +14,8 @@ def dtypes_disagree(it: Subject) -> bool:
     reaches the local tensor. Forward passes and `state_dict()` go on with the old dtype and the old bytes, so the
     cast seems to be ignored; the next backward raises "attempting to assign a gradient with dtype", because the
     gradient has the dtype of the bytes. A write of other values in the same dtype is lost as completely, raises
-    nowhere and leaves no trace in any fact.
+    nowhere and leaves no trace in any fact. A DTensor of another layout is refused on torch 2.13 ("incompatible tensor
+    type"), so that shapes come apart only where the local tensor itself is exchanged.
 
     How to see it: `p.dtype` differs from `p._local_tensor.dtype`.
 
