@@ -39,8 +39,10 @@ class Copies:
         with quiet():
             _, storage = read(source)
             key, arrives = read(target)
-        row = self._exports.row_of(storage)
-        if row is None or not storage:
+        row = self._exports.row_of(storage) if storage else None
+        if row is None:
+            row = self._exports.row_of(arrives) if arrives else None
+        if row is None:
             return
         what = f"copy to {target.device.type}{', non_blocking' if non_blocking else ''}"
         if _by_pytorch():

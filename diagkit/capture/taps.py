@@ -49,7 +49,7 @@ class Watcher(Protocol):
 _watchers: tuple[Watcher, ...] = ()
 _lock = threading.RLock()
 _here = threading.local()
-_taps: list[Tap] = []
+_taps: dict[tuple[int, str], Tap] = {}  # by owner and name
 
 
 def _forked() -> None:
@@ -68,10 +68,8 @@ def add(watcher: Watcher) -> None:
     with _lock:
         if watcher not in _watchers:
             _watchers = (*_watchers, watcher)
-        if not _taps:
-            _taps.extend(_all())
-        for tap in _taps:
-            tap.put_in()
+        for tap in _all():  # anew each time: a device may have come since
+            _taps.setdefault((id(tap.owner), tap.name), tap).put_in()
 
 
 def remove(watcher: Watcher) -> None:
@@ -79,9 +77,16 @@ def remove(watcher: Watcher) -> None:
     global _watchers
     with _lock:
         _watchers = tuple(other for other in _watchers if other is not watcher)
-        if not _watchers:
-            for tap in _taps:
+        if _watchers:
+            return
+        faults: list[Exception] = []
+        for tap in _taps.values():
+            try:
                 tap.take_out()
+            except Exception as error:  # one that fails must not keep the others in
+                faults.append(error)
+    if faults:
+        raise faults[0]
 
 
 def _all() -> Iterator[Tap]:
@@ -130,11 +135,11 @@ class Tap(Patch):
 
         @functools.wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            # What one of these calls inside is part of it, and a graph that is being traced must not see us.
-            caller = str(sys._getframe(1).f_globals.get("__name__"))  # diagkit's own: the probe of values copies
-            if not tap.awake or getattr(_here, "busy", False) or caller.startswith("diagkit.capture"):
+            # A graph that is being traced must not see us, and what one of these calls inside is part of it.
+            if torch.compiler.is_compiling() or not tap.awake or getattr(_here, "busy", False):
                 return original(*args, **kwargs)
-            if torch.compiler.is_compiling():
+            caller = str(sys._getframe(1).f_globals.get("__name__"))
+            if caller.startswith("diagkit.capture"):  # the probe of values copies
                 return original(*args, **kwargs)
             _here.busy = True
             try:
@@ -158,7 +163,7 @@ class Tap(Patch):
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.role == "wait" or not args:
             return
-        taken = args[1:2] if self.name == "copy_" else args[:1] or tuple(kwargs.values())[:1]
+        taken = args[1:2] if self.name == "copy_" else args[:1] if self.owner is torch.Tensor else args
         for tensor in _tensors(taken):
             for watcher in _watchers:
                 watcher.read(self.operation.name, tensor)
