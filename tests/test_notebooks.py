@@ -21,6 +21,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "02": {"ranks": 1, "engines": ("veomni",), "revisions": ("before", "#7103")},
     "03": {"revisions": ("#7103", "current")},
     "04": {"ranks": 1},
+    "05": {"kernels": 1},
 }
 #: Seconds of processor time that one notebook may take, its ranks included.
 BUDGET = 25.0
