@@ -188,6 +188,18 @@ def test_records_fill_no_more_than_their_share_of_memory() -> None:
     assert diagnose(Trace({0: first})).problems == ()
 
 
+@pytest.mark.parametrize("key", [b"", b'"key":1,'])
+def test_many_moments_that_change_all_rows_are_read_up_to_a_point(monkeypatch: pytest.MonkeyPatch, key: bytes) -> None:
+    """A few bytes may touch a million rows, again and again."""
+    monkeypatch.setattr(reader, "TOUCHES", 100_000)
+    wide = told(names=[f"l.{i}.w" for i in range(1000)]).sink.lines[:-1]
+    moment = b'{"ev":"moment","seq":%d,"ph":0,"kind":"mark",' + key + b'"label":"x","d":[0,1000,%d,0]}\n'
+    rank = reader.read_rank([*wide, *(moment % (n, 1 + n % 2) for n in range(9, 1000))])
+    assert 40 < len(rank.moments) < 110
+    assert "it is not read: its changes touch more than 100,000 rows" in " ".join(rank.problems)
+    assert diagnose(rank).codes
+
+
 @pytest.mark.parametrize("text", [b"{},", b'"ab",', b"[[]],", b"1.5,", b'{"a":{}},'])
 def test_a_line_full_of_small_things_stays_within_512_mb(tmp_path: pathlib.Path, text: bytes) -> None:
     first, *rest = lines()

@@ -38,23 +38,28 @@ def frame(trace: Trace, every: bool = False) -> pandas.DataFrame:
 
 def lines(rank: RankTrace, every: bool = False) -> Iterator[tuple[Any, ...]]:
     """The lines of one rank, in the order of `COLUMNS`."""
-    before: list[int] = [ABSENT] * len(rank.rows)
+    facts: list[int] = [ABSENT] * len(rank.rows)
     generations = [0] * len(rank.rows)
     for moment in rank.moments:
-        state = rank.state(moment)
+        before = facts
+        if moment.key:
+            facts = [ABSENT] * len(before)
+        changed: list[int] = []
+        for change in moment.changes:
+            for number in range(change.start, change.start + change.count):
+                if change.facts != before[number] or change.exchanged:
+                    changed.append(number)
+                generations[number] += change.exchanged
+                facts[number] = change.facts
         phase = rank.phases.get(moment.phase)
         head = (rank.rank, moment.index, moment.time, moment.phase, phase.name if phase else "", moment.label)
         cause = str(moment.cause) if moment.cause else None
-        for row in rank.rows:
-            number = state.facts[row.id]
-            generation = state.generations[row.id]
-            changed = number != before[row.id] or generation != generations[row.id]
-            facts = rank.facts[number]
-            if row.kind not in TENSOR_KINDS or not isinstance(facts, Residency) or not (changed or every):
+        for number in range(len(facts)) if every else changed:
+            row, its = rank.rows[number], rank.facts[facts[number]]
+            if row.kind not in TENSOR_KINDS or not isinstance(its, Residency):
                 continue
             yield (
                 *head, row.model, row.kind, row.name, row.part,
-                facts.metadata_device, facts.storage_device, facts.pinned, facts.split, facts.aliased, facts.registered,
-                facts.sharded_state, facts.dtype, facts.storage_dtype, generation, cause,
+                its.metadata_device, its.storage_device, its.pinned, its.split, its.aliased, its.registered,
+                its.sharded_state, its.dtype, its.storage_dtype, generations[number], cause,
             )  # fmt: skip
-        before, generations = state.facts, state.generations

@@ -42,6 +42,8 @@ __all__ = ["PROBLEM_LIMIT", "Malformed", "RankTrace", "State", "TableCache", "Tr
 LINE_LIMIT = 8 << 20
 #: Bytes that the records of all ranks of a run may take, roughly counted.
 MEMORY = 320 << 20
+#: Rows that the changes of one rank may touch, all together: following them is work, whoever asks.
+TOUCHES = 100_000_000
 #: The longest name that is kept whole.
 NAME_LIMIT = 1000
 #: Bytes that a row, a moment with its phase, and a change take; and a byte of any other text once it is a record.
@@ -53,7 +55,7 @@ _EVENTS = ("header", "table", "local", "moment", "trouble", "standstill", "end")
 
 
 class _Full(Exception):
-    """The records take all the memory that there is for them."""
+    """There is more to this trace than can be taken in; the message says of what."""
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ class TableCache:
         """Takes the size of new records off."""
         self.room -= size
         if self.room < 0:
-            raise _Full
+            raise _Full(f"the records fill {MEMORY >> 20} MB already")
 
 
 def read_rank(lines: Iterable[bytes], path: Path | None = None, cache: TableCache | None = None) -> RankTrace:
@@ -85,8 +87,8 @@ def read_rank(lines: Iterable[bytes], path: Path | None = None, cache: TableCach
                     tr("the line is not finished (the process ended while writing it, or is still writing)")
                 )
             seq = builder.line(line)
-        except _Full:
-            trace._problem(f"from line {number} on it is not read: the records fill {MEMORY >> 20} MB already")
+        except _Full as full:
+            trace._problem(f"from line {number} on it is not read: {full}")
             break
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
             why = clip(str(error) or type(error).__name__)
@@ -135,6 +137,7 @@ class _Builder:
         self.seen_header = False
         self.hash_fits = True
         self.length = 0  # of the line
+        self.touches = 0  # rows that changes have touched
         self.tables: list[int] | None = []  # identities of the cached tables; None: one of them could not be cached
 
     def line(self, line: bytes) -> int:
@@ -270,6 +273,9 @@ class _Builder:
         text = max(0, self.length - 8 * len(flat) // 4)
         self.cache.spend(_MOMENT + _CHANGE * len(flat) // 4 + _TEXT * text)
         changes = self._changes(flat)
+        self.touches += sum(change.count for change in changes) + len(trace.rows) * (event.get("key") == 1)
+        if self.touches > TOUCHES:
+            raise _Full(f"its changes touch more than {TOUCHES:,} rows")
         failure = values.failure(event["failure"]) if isinstance(event.get("failure"), dict) else None
         ordinal = values.whole(event, "ph")
         moment = Moment(
