@@ -187,4 +187,4 @@ def test_recording_imports_nothing_that_a_job_does_not_have() -> None:
     assert tops <= {"diagkit", "torch"}
     assert {name for name in new if name.startswith("torch.")} <= {"torch.multiprocessing.reductions"}
     rooms = {name.split(".")[1] for name in new if name.startswith("diagkit.")}
-    assert rooms == {"capture", "trace", "errors", "torch_internals"}
+    assert rooms == {"capture", "trace", "language", "errors", "torch_internals"}
