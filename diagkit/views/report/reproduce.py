@@ -53,6 +53,23 @@ RECIPES: dict[str, Recipe] = {
     "DK103a": Recipe(("model.to(device)",), "forward", "CPUOffloadPolicy(pin_memory=False)"),
     "DK103b": Recipe(("train()", "model[1].inner.to(device)  # a child that is no FSDP module"), "backward"),
     "DK104": Recipe((), "forward", built="pass  # nothing gives it memory"),
+    "DK105": Recipe(
+        (
+            "train()",
+            "for p in model.parameters(): p.data = p.data.to(torch.bfloat16)",
+        ),
+        "backward",
+    ),
+    "DK201": Recipe(
+        ("train()", "for p in model.parameters(): p._local_tensor = p._local_tensor.clone().pin_memory()"), "losses"
+    ),
+    "DK202": Recipe(
+        (
+            "state = {name: value.clone() for name, value in model.state_dict().items()}",
+            "model.load_state_dict(state, assign=True)  # puts others into the modules than the optimizer holds",
+        ),
+        "losses",
+    ),
     "DK301": Recipe(("train(step=False)", "model.to(device)"), "optimizer.step"),
     "DK302": Recipe(
         (
@@ -78,6 +95,7 @@ OPERATIONS: dict[str, str] = {
     "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
     "optimizer.step": "optimizer.step()",
     "Optimizer.step": "optimizer.step()",
+    "losses": 'print("losses, which should fall:", [train() for _ in range(3)])',
     "gradients": 'train(step=False); print("gradients:", [p.grad for p in optimizer.param_groups[0]["params"]])',
 }
 
@@ -122,10 +140,12 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def train(step=True):
-    model(torch.ones(2, 8, device=device, requires_grad=True)).sum().backward()
+    loss = model(torch.ones(2, 8, device=device, requires_grad=True)).sum()
+    loss.backward()
     if step:
         optimizer.step()
         optimizer.zero_grad()
+    return loss.item()
 
 
 def show(when):
