@@ -441,7 +441,7 @@ def main() -> None:
         names = [name for name, case in CASES.items() if case.group == group and name.startswith(only)]
         for ranks in (1, 2) if names else ():
             answers = fork_ranks(
-                functools.partial(cases, names=names), ranks, group=group, timeout=120, loud=bool(only)
+                functools.partial(cases, names=names), ranks, group=group, timeout=240, loud=bool(only)
             )
             results.update(
                 {

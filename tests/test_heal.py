@@ -19,6 +19,8 @@ import pytest
 from diagkit.diagnosis.rule import Rule, find_rules
 from diagkit.remedy.mend import ANSWERS
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Results = dict[str, list[Any]]
 
@@ -58,7 +60,7 @@ def results(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("heal")
     command = [sys.executable, str(ROOT / "tests" / "heal_ranks.py"), str(folder)]
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ, **variables})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, env={**os.environ, **variables})
     assert done.returncode == 0, done.stderr[-4000:]
     found: Results = json.loads((folder / "results.json").read_text())
     return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +25,7 @@ from diagkit.capture import hooks
 from diagkit.capture.residency import quiet
 from diagkit.errors import UsageError
 from diagkit.remedy.moves import Kept, Move, move_others
-from diagkit.remedy.offloaded import Offloaded, models_in, offloaded
+from diagkit.remedy.offloaded import Offloaded, is_engine, models_in, offloaded
 from diagkit.remedy.ready import check
 
 __all__ = ["Guard", "MoveWarning", "guard"]
@@ -153,11 +153,11 @@ def where_to(fn: Callable[[torch.Tensor], torch.Tensor], entry: Offloaded) -> to
 
 def _weakly(subject: object) -> Callable[[], Any]:
     """The subject without keeping its models alive: a function that gives what is left of it."""
-    if isinstance(subject, nn.Module) or not isinstance(subject, (Mapping, Iterable)):
+    if is_engine(subject):
         try:
-            found = weakref.ref(subject)
-        except TypeError:  # an engine that takes no weak reference
+            engine = weakref.ref(subject)
+        except TypeError:  # one that takes no weak reference
             return lambda: subject
-        return lambda: found() or ()
+        return lambda: engine() or ()
     models = {name: weakref.ref(model) for name, model in models_in(subject).items()}
     return lambda: {name: model for name, ref in models.items() if (model := ref()) is not None}

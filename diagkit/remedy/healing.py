@@ -25,7 +25,7 @@ from diagkit.remedy.agreement import agree
 from diagkit.remedy.healed import Healing, Step
 from diagkit.remedy.look import Look
 from diagkit.remedy.mend import Mend
-from diagkit.remedy.offloaded import models_in
+from diagkit.remedy.offloaded import is_engine, models_in
 from diagkit.remedy.passes import end_passes, repeat_lazy_init
 from diagkit.remedy.places import move_buffers, rehome_gradients, rehome_states, settle_parameters
 from diagkit.trace.schema import Failure, Residency, device_type
@@ -85,7 +85,7 @@ def heal(
         )
     _refuse_inside_a_pass(models.values())
     hooks.catch_up()  # a recorder may be at work since before this module was imported
-    engine = model if not isinstance(model, (nn.Module, dict, list, tuple)) else None
+    engine = model if is_engine(model) else None
     trace = snapshot(models, optimizers, engine)
     findings = diagnose(trace, _failure(models.values()))
     wanted = {name for f in findings if f.code == "DK501" for name in f.names} | (_on_cpu(trace) if buffers else set())
@@ -124,7 +124,7 @@ def _done(mend: Mend) -> Step:
 
 def _optimizers(model: object, optimizer: Any) -> list[torch.optim.Optimizer]:
     if optimizer is None:
-        return [] if isinstance(model, (nn.Module, dict, list, tuple)) else optimizers_of(model)
+        return optimizers_of(model) if is_engine(model) else []
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 

@@ -7,14 +7,15 @@ way), and a mesh of CPUs, where there is nowhere else to be.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from diagkit import torch_internals as internals
 from diagkit.capture.facts import GroupWatch
+from diagkit.capture.parts import models_of
 from diagkit.trace.schema import GroupFacts
 
 
@@ -48,13 +49,16 @@ def offloaded(root: nn.Module) -> Iterator[Offloaded]:
                 yield Offloaded(f"{prefix}.{slot}" if prefix else slot, record, group, facts, owner)
 
 
+def is_engine(subject: object) -> bool:
+    """Whether it is neither a module nor several of them, but something that may hold one."""
+    return not isinstance(subject, (nn.Module, Mapping, list, tuple))
+
+
 def models_in(subject: object) -> dict[str, nn.Module]:
     """The models that were named: one, several by name or in a row, or those that an engine holds."""
-    from diagkit.capture.parts import models_of
-
+    if is_engine(subject) or isinstance(subject, nn.Module):
+        return models_of(subject)
     if isinstance(subject, Mapping):
         return {str(name): model for name, model in subject.items() if isinstance(model, nn.Module)}
-    if isinstance(subject, Iterable) and not isinstance(subject, (nn.Module, str)):
-        models = [model for model in subject if isinstance(model, nn.Module)]
-        return {f"model{n + 1}" if n else "model": model for n, model in enumerate(models)}
-    return models_of(subject)
+    models = [model for model in cast("list[object]", subject) if isinstance(model, nn.Module)]
+    return {f"model{n + 1}" if n else "model": model for n, model in enumerate(models)}

@@ -28,7 +28,12 @@ def set_idle(group: Any) -> None:
 
 def end_pass(root: Any, states: Iterable[Any]) -> None:
     """Ends, for a root state and the states under it, whatever pass was under way: all idle, all sharded, nothing
-    pending. Since torch 2.13 PyTorch has a function for it, before that its parts are put back one by one."""
+    pending. Since torch 2.13 PyTorch has a function for it, before that its parts are put back one by one.
+
+    What a broken-off backward needs of it to train on exactly (torch 2.13, each part left out in turn): the final
+    callback's mark cleared, `drop_gathered_gradients`, and idle groups where it broke off in the last of them.
+    Resharding changes no number; without it the slots hold gathered parameters until the next forward pass.
+    """
     states = list(states)
     if hasattr(root._comm_ctx, "device_handle"):  # made by lazy init
         reset = getattr(root, "_reset_iter_state", None)
@@ -50,6 +55,7 @@ def _put_back(root: Any, states: Iterable[Any]) -> None:
         now.wait_stream(getattr(shared, name))
     shared.post_forward_order.clear()
     shared.all_gather_state = shared.reduce_scatter_state = None
+    getattr(shared, "reduce_scatter_states", []).clear()  # several instead of one between 2.9 and 2.13
     for group in [group for state in states for group in state_groups(state)]:
         for name in ("_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_partial_reduce_output"):
             setattr(group, name, None)
