@@ -90,7 +90,7 @@ def test_it_begins_at_the_failure_with_both_runs_beside_each_other(page: Page) -
     rows = state(page).locator("tbody tr")
     assert rows.count() == 7
     assert rows.first.locator(".chip").all_inner_texts() == ["npu:0", "cpu · pinned", "cpu", "cpu · pinned"]
-    expect(rows.first).to_contain_text("split, runs differ")
+    expect(rows.first).to_contain_text("split in A, runs differ")
     expect(rows.last).not_to_contain_text("split")
     expect(page.get_by_text("Module.state_dict raises RuntimeError").first).to_be_visible()
     expect(page.get_by_role("heading", name="A: Module.state_dict")).to_be_visible()

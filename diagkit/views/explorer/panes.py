@@ -32,7 +32,9 @@ def state_pane(shown: Shown) -> str:
     rows = []
     for i, (line, cells) in enumerate(zip(shown.lines, shown.cells, strict=True)):
         remark = f' <span class="quiet">{escape(line.remark)}</span>' if line.remark else ""
-        notes = ['<b class="bad">split</b>'] * any(cell is not None and cell.split for cell in cells)
+        where = [mark[:1] for mark, cell in zip(marks, cells, strict=True) if cell is not None and cell.split]
+        split = f"split in {' and '.join(where)}" if len(marks) > 1 else "split"
+        notes = [f'<b class="bad">{split}</b>'] if where else []
         notes += ["runs differ"] * (i in shown.apart) + ["moved here"] * (i in shown.changed)
         notes += ["trains one tensor, gathers another"] * any(cell is not None and cell.apart for cell in cells)
         pairs = [entry for cell in cells for entry in _pair(cell)]
