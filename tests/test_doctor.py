@@ -42,7 +42,7 @@ def test_without_torch_traces_still_work_and_the_rest_says_what_it_needs() -> No
     code, told = ask("traces", python=("-S",))
     assert code == 0
     assert told["torch"]["found"] == "not installed"
-    assert str(told["torch"]["remedy"]).startswith("pip install 'torch>=2.9'")
+    assert str(told["torch"]["remedy"]).startswith("pip install 'torch>=2.8'")
     assert told["traces"]["works"] is True
     assert told["record"]["lacks"] == ["torch"]
     code, told = ask("record", python=("-S",))

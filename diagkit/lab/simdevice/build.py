@@ -26,7 +26,7 @@ from pathlib import Path
 from diagkit.errors import MissingDependency, SimulatorError, UnsupportedTorch
 
 HERE = Path(__file__).parent
-OLDEST_TORCH = (2, 9)
+OLDEST_TORCH = (2, 8)
 LIBRARIES = ("device", "hccl")
 
 
@@ -37,6 +37,7 @@ class TorchFacts:
     version: str
     folder: Path
     cxx11_abi: bool
+    pybind: tuple[str, ...] = ()  # what marks modules that share types; torch 2.8 names it, later ones need none
 
     @property
     def release(self) -> tuple[int, int]:
@@ -50,24 +51,29 @@ def torch_facts() -> TorchFacts:
         import torch
     except ImportError as error:
         raise MissingDependency(
-            "the simulated accelerator needs torch", found=str(error), remedy="Install torch 2.9 or newer"
+            "the simulated accelerator needs torch", found=str(error), remedy="Install torch 2.8 or newer"
         ) from error
     facts = TorchFacts(
         version=str(torch.__version__),
         folder=Path(torch.__file__).parent,
         cxx11_abi=bool(torch._C._GLIBCXX_USE_CXX11_ABI),
+        pybind=tuple(
+            f'-DPYBIND11_{name}="{mark}"'
+            for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
+            if (mark := getattr(torch._C, f"_PYBIND11_{name}", None))
+        ),
     )
     check_torch(facts)
     return facts
 
 
 def check_torch(facts: TorchFacts) -> None:
-    """Raises :class:`UnsupportedTorch` for a torch that is older than 2.9 (memory counters and hooks differ before)."""
+    """Raises :class:`UnsupportedTorch` for a torch that is older than 2.8, whose FSDP2 has other parts."""
     if facts.release < OLDEST_TORCH:
         raise UnsupportedTorch(
             "this torch is too old for the simulated accelerator",
             found=facts.version,
-            expected="2.9 or newer",
+            expected="2.8 or newer",
             remedy="Install a newer torch, or work with a recorded trace, which needs none",
         )
     if not (facts.folder / "include" / "ATen" / "ATen.h").exists():
@@ -206,6 +212,7 @@ def _commands(facts: TorchFacts, command: list[str], out: Path) -> dict[str, lis
         "hccl": [
             *common,
             "-DTORCH_EXTENSION_NAME=hccl",
+            *facts.pybind,
             f"-I{_include_python()}",
             str(HERE / "hccl.cpp"),
             "-o",

@@ -90,8 +90,10 @@ class Hccl final : public Backend {
   explicit Hccl(c10::intrusive_ptr<Backend> gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
 
   const std::string getBackendName() const override { return "hccl"; }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 8
   c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
+#endif
   void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
   void abort() override { gloo_->abort(); }

@@ -9,6 +9,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <torch/version.h>
 
 #include <array>
 #include <atomic>
@@ -139,6 +140,13 @@ inline c10::DataPtr adopt_bytes(c10::Storage host, int device) {
   return {data, new Block{data, bytes, device, std::move(host)}, &free_block, where};
 }
 
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 9
+// No `torch.accelerator.memory_*` there: an allocator is just an allocator.
+struct DeviceAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override { return device_bytes(bytes, current_device()); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+#else
 struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override { return device_bytes(bytes, current_device()); }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
@@ -153,6 +161,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   // Not marked override: torch 2.9 does not know it yet.
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex i) { return Ledger::get().info(i); }
 };
+#endif
 
 inline DeviceAllocator& device_allocator() {
   static auto* allocator = new DeviceAllocator();
