@@ -9,8 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint.state_dict
-import torch.distributed.fsdp
 from torch import nn
 
 import diagkit as dk

@@ -1,4 +1,4 @@
-"""A machine that runs out of device memory, disk, descriptors or memory while a job is recorded: the job never knows."""
+"""A machine runs out of device memory, disk, descriptors or memory while a job is recorded: the job never knows."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
 from torch import nn
 
 import diagkit as dk
@@ -49,7 +51,7 @@ def watched(way: str, folder: pathlib.Path, make: Callable[[], Trainer], work: C
 
 
 def observed() -> dict[tuple[str, str, str], object]:
-    """What is in each place that is patched while somebody records."""
+    """What is in each place that is patched while somebody records; all of them are imported with this module."""
     hooks.install()
     hooks.uninstall()
     return {key: vars(patch.owner)[patch.name] for key, patch in hooks._patches.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diagkit import torch_internals as internals
 from diagkit.capture.changes import merge
 from diagkit.capture.entries import Gradient, Handed, Slot
 from diagkit.capture.facts import EngineWatch, GroupWatch, OptimizerWatch
@@ -63,6 +65,7 @@ class Inventory:
     ) -> None:
         self.readings = Readings(define, number)
         self.models: list[Model] = []
+        self.trainer = 0  # ident of the thread that trains, 0 while that is not known
         self.dirty = False  # a module, parameter or FSDP group was added somewhere: look again before the next reading
         self._wants = wants
         self._unlisted: dict[str, list[Slot]] = {}  # by model: parameters without a row, live all the same
@@ -187,6 +190,8 @@ class Inventory:
         ``afresh`` and ``edge`` as for `Readings.scan`.
         """
         readings = self.readings
+        if GRADIENT in kinds and not self._gradients_rest():
+            kinds -= {GRADIENT}  # the next reading tells
         try:
             with quiet():
                 if GRADIENT in kinds:
@@ -200,6 +205,13 @@ class Inventory:
         finally:
             for watch in self._optimizers:
                 readings.shielded("optimizers", watch.forget)
+
+    def _gradients_rest(self) -> bool:
+        """Whether ``.grad`` can be read. Autograd puts gradients into their parameters without Python's lock: who reads
+        one while another thread is in backward may find memory that is free already, and the process ends. So only the
+        thread that trains reads them, and those of the engine that are in its backward."""
+        trains = threading.get_ident() == (self.trainer or threading.main_thread().ident)
+        return internals.backward_running() or (trains and not internals.backward_elsewhere())
 
     def state(self, exchanged: set[int]) -> list[Change]:
         """The whole state as last read; ``exchanged``: rows whose storage was exchanged since the last moment."""

@@ -202,6 +202,7 @@ class Recorder:
     def _enter(self, name: str, label: str, caller: FrameType) -> OpenPhase:
         self.activity += 1
         opened = self._phases.begin(name, caller)
+        self._ledger.inventory.trainer = self._ledger.inventory.trainer or threading.get_ident()
         try:
             if self._detail != "phases":
                 self._shielded("observe", hooks.add, self)
@@ -269,6 +270,8 @@ class Recorder:
             operation = call.operation
             if operation is BACKWARD:
                 self._backward = None
+            if operation is STEP:
+                self._ledger.inventory.trainer = threading.get_ident()
             self._phases.note(operation.name)
             for name, times in call.nested.items():
                 self._phases.note(name, times)

@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -376,3 +377,18 @@ def backward_running() -> bool:
     """Whether autograd is running a backward pass in this thread right now."""
     current = getattr(torch._C, "_current_graph_task_id", None)
     return current is not None and current() != -1
+
+
+def backward_elsewhere() -> bool:
+    """Whether another thread is in a backward pass that this one has no part in. Its engine puts gradients into their
+    parameters without Python's lock: who reads ``.grad`` meanwhile may find memory that is free already."""
+    if len(frames := sys._current_frames()) == 1 or backward_running():
+        return False
+    frames.pop(threading.get_ident(), None)
+    for innermost in frames.values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code.co_name == "_engine_run_backward":  # torch/autograd/graph.py, since 2.3
+                return True
+            frame = frame.f_back
+    return False
