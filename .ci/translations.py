@@ -31,6 +31,8 @@ HEAD: dict[str, Any] = {
     "msgid_bugs_address": "see README.md",
     "last_translator": "the authors of diagkit",
     "language_team": "the authors of diagkit",
+    # No dates of today: a renewal that finds nothing new changes no file.
+    "creation_date": datetime.datetime(2026, 11, 29, tzinfo=datetime.timezone.utc),
     "revision_date": datetime.datetime(2026, 11, 29, tzinfo=datetime.timezone.utc),
     "charset": "utf-8",
 }
@@ -78,7 +80,7 @@ def renewed(language: str) -> Catalog:
     template = wanted()
     path = CATALOGUES / f"{language}.po"
     catalogue = read(language) if path.exists() else Catalog(language, **HEAD)
-    template.creation_date = catalogue.creation_date  # a renewal that finds nothing new changes no file
+    template.creation_date = HEAD["creation_date"]
     catalogue.update(template, no_fuzzy_matching=True)
     catalogue.obsolete.clear()
     return catalogue
