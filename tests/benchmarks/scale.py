@@ -150,24 +150,25 @@ def curve() -> Iterator[dict[str, float]]:
 
 
 def draw(points: list[dict[str, float]], path: pathlib.Path) -> None:
-    """Two panels: CPU seconds against ranks, and against parameters."""
+    """Two panels: CPU seconds against ranks, and against parameters; the title of each says what one more costs."""
     from matplotlib.figure import Figure
 
     from diagkit.views import palette
 
+    lines = ((0.0, "healthy", palette.GOOD, "o"), (1.0, "every rank split", palette.BAD, "s"))
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2)
-    for panel, axis, other, value in (
-        (panels[0], "ranks", "parameters", 2000),
-        (panels[1], "parameters", "ranks", 32),
-    ):
-        for sick, name, colour, mark in (
-            (0.0, "healthy", palette.GOOD, "o"),
-            (1.0, "every rank split", palette.BAD, "s"),
-        ):
+    for panel, axis, other, value in ((panels[0], "ranks", "parameters", 2000), (panels[1], "parameters", "ranks", 32)):
+        slopes = []
+        for sick, name, colour, mark in lines:
             chosen = sorted((p[axis], p["cpu_seconds"]) for p in points if p["sick"] == sick and p[other] == value)
             panel.plot(*zip(*chosen, strict=True), marker=mark, color=colour, label=name)
-        panel.set(xlabel=axis, title=f"{value:,} {other}", ylim=(0, None))
+            slopes.append((chosen[-1][1] - chosen[0][1]) / (chosen[-1][0] - chosen[0][0]))
+        step, unit = (1, "a further rank") if axis == "ranks" else (1000, "per 1,000 parameters")
+        cost = " to ".join(f"{slope * step * 1000:.1f}" for slope in slopes)
+        panel.set(xlabel=axis, title=f"{value:,} {other}: {cost} ms {unit}", ylim=(0, None))
+        panel.locator_params(axis="x", nbins=5)
+        panel.xaxis.set_major_formatter("{x:,.0f}")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("CPU seconds of diagkit diagnose")
     panels[0].legend(frameon=False)
