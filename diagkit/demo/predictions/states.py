@@ -1,7 +1,7 @@
 """The states in which operations are tried, and how each really comes about.
 
-Every recipe uses what users use: moves, loads, forward and backward passes that fail. The hand-made split alone
-writes to a private attribute, as the code that causes it in the field does.
+Every recipe uses what users use: moves, loads, forward and backward passes that fail. Splits made by hand alone
+write to a private attribute, as the code that causes it in the field does.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from diagkit.demo.predictions.bench import Bench, buffers_to
+
+#: What the code in the field writes to, too.
+_INNER = "_local_tensor"
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,7 @@ def _move_child(bench: Bench) -> None:
 
 def _inverse_split(bench: Bench) -> None:
     for parameter in bench.model.parameters():
-        inner = "_local_tensor"
-        setattr(parameter, inner, getattr(parameter, inner).to(bench.device))
+        setattr(parameter, _INNER, getattr(parameter, _INNER).to(bench.device))
 
 
 def _failed_forward(bench: Bench) -> None:
@@ -92,6 +95,30 @@ def _moments_to_device(bench: Bench) -> None:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and key != "step":
                 state[key] = value.to(bench.device)
+
+
+def _exchange_shards(bench: Bench) -> None:
+    """What an offloader does that knows one of the two handles: the bytes are the same, the storage is another."""
+    for parameter in bench.model.parameters():
+        setattr(parameter, _INNER, getattr(parameter, _INNER).clone())
+
+
+def _cast_through_data(bench: Bench) -> None:
+    for parameter in bench.model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _load_by_assignment(bench: Bench) -> None:
+    bench.model.load_state_dict({n: v.clone() for n, v in bench.model.state_dict().items()}, assign=True)
+
+
+def _split_moments(bench: Bench) -> None:
+    """Exchanges what is under the moments alone, as an offloader does."""
+    for state in bench.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, DTensor):
+                away = "cpu" if value.device.type != "cpu" else bench.device
+                setattr(value, _INNER, getattr(value, _INNER).to(away))
 
 
 _TRAINED = (_train, _no_grads)
@@ -140,5 +167,14 @@ STATES: tuple[State, ...] = (
         "DK601",
     ),
     State("poisoned lazy init, still split", "pinned", (_to_device, _failed_forward), "DK601"),
+    State("detached", "pinned", (*_TRAINED, _exchange_shards), "DK201"),
+    State("detached, no policy", "none", (*_TRAINED, _exchange_shards), "DK201"),
+    State("cast through .data", "pinned", (*_TRAINED, _cast_through_data), "DK105"),
+    State("cast through .data, no policy", "none", (*_TRAINED, _cast_through_data), "DK105"),
+    State("dead optimizer, new", "pinned", (_load_by_assignment,), "DK202"),
+    State("dead optimizer, trained", "pinned", (*_TRAINED, _load_by_assignment), "DK202"),
+    State("dead optimizer, trained, no policy", "none", (*_TRAINED, _load_by_assignment), "DK202"),
+    State("moments split", "pinned", (*_TRAINED, _split_moments), "DK303"),
+    State("moments split, no policy", "none", (*_TRAINED, _split_moments), "DK303"),
     State("aborted backward", "pinned", (*_TRAINED, _failed_backward), "DK604"),
 )

@@ -17,6 +17,7 @@ from diagkit.trace.schema import (
     PARAMETER,
     GroupFacts,
     Moment,
+    OptimizerFacts,
     Residency,
     device_type,
 )
@@ -27,11 +28,13 @@ class Facets:
     """What decides. Where parameters differ among themselves, the worst of them speaks."""
 
     policy: str = "none"  # "none", "pinned", "unpinned"; "no FSDP2" without groups
-    parameters: str = "home"  # "home", "parked", "split", "hand split", "moved", "past reset", "meta"
+    #: "home", "parked", "split", "hand split", "moved", "past reset", "meta"; with every device right: "detached" (from
+    #: what is gathered), "other dtype" (the wrapper's), "stale" (written while gathered)
+    parameters: str = "home"
     lazy_init: str = "no"  # "no", "done", "unfinished"
     backward: str = "idle"  # "idle", "aborted"
     gradients: str = "none"  # "none", "home", "stranded"
-    optimizer: str = "empty"  # "empty", "home", "stranded"
+    optimizer: str = "empty"  # "empty", "home", "stranded", "split", "dead"
     buffers: str = "home"  # "home" (with the computation, or none), "cpu", "meta"
     ranks: str = "one"  # "one", "cpu backend", "no cpu backend"
 
@@ -48,6 +51,8 @@ class Facets:
             "policy": 100,
         }
         mine, theirs = asdict(self), asdict(other)
+        if {self.optimizer, other.optimizer} & {"split", "dead"}:
+            weights["optimizer"] = 20
         return sum(weight for name, weight in weights.items() if mine[name] != theirs[name])
 
     def __str__(self) -> str:
@@ -65,7 +70,10 @@ class Facets:
 
 
 # From what decides most to what decides least.
-_PARAMETERS = ("meta", "split", "hand split", "moved", "past reset", "parked", "home")
+_PARAMETERS = (
+    *("meta", "split", "hand split", "moved", "past reset"),
+    *("detached", "other dtype", "stale", "parked", "home"),
+)
 
 
 def facets(rank: RankTrace, moment: Moment | int = -1) -> Facets:
@@ -78,20 +86,22 @@ def facets(rank: RankTrace, moment: Moment | int = -1) -> Facets:
     tensors = [(row, f) for row, f in pairs if isinstance(f, Residency)]
     where = {row.id: f for row, f in tensors}
     policy, computes = _policy(groups, rank)
+    lazy = _lazy(groups)
+    stale = {"stale"} if any(g.stale for g in groups) else set()
     of_kind = {kind: [f for row, f in tensors if row.kind == kind] for kind in (PARAMETER, BUFFER)}
     return Facets(
         policy=policy,
-        parameters=_worst({_parameter(f, policy, computes) for f in of_kind[PARAMETER]}),
-        lazy_init=_lazy(groups),
+        parameters=_worst({_parameter(f, policy, computes, lazy) for f in of_kind[PARAMETER]} | stale),
+        lazy_init=lazy,
         backward="aborted" if any(_aborted(g) for g in groups) else "idle",
         gradients=_beside([(f, where.get(row.of or 0)) for row, f in tensors if row.kind == GRADIENT], "none"),
-        optimizer=_beside(
+        optimizer=_optimizer(
+            [f for _, f in pairs if isinstance(f, OptimizerFacts)],
             [
                 (f, where.get(row.of or 0))
                 for row, f in tensors
                 if row.kind == OPTIMIZER_STATE and not row.part.endswith("step")
             ],
-            "empty",
         ),
         buffers=_buffers(of_kind[BUFFER], computes),
         ranks=_ranks(groups),
@@ -110,17 +120,22 @@ def _policy(groups: Sequence[GroupFacts], rank: RankTrace) -> tuple[str, str | N
     return ("pinned" if any(g.pin_memory for g in offloading) else "unpinned"), computes
 
 
-def _parameter(facts: Residency, policy: str, computes: str | None) -> str:
+def _parameter(facts: Residency, policy: str, computes: str | None, lazy: str) -> str:
     metadata, storage = device_type(facts.metadata_device), device_type(facts.storage_device)
     if metadata == "meta":
         return "meta"
     if facts.split:
         whole = facts.empty or (facts.pinned is True and facts.aliased is not False)
         return "split" if metadata == computes and storage == "cpu" and policy == "pinned" and whole else "hand split"
+    apart = facts.aliased is False and not facts.empty
+    if policy in ("pinned", "unpinned") and storage != "cpu" and facts.wrapper == "DTensor" and not facts.empty:
+        return "past reset" if apart else "moved"
+    if lazy == "done" and (apart or facts.registered is False):  # before, lazy init takes the new tensor over
+        return "detached"
+    if facts.wrapper == "DTensor" and (facts.dtype != facts.storage_dtype or not facts.shape_agrees):
+        return "other dtype"
     if policy in ("pinned", "unpinned"):
-        if storage == "cpu" or facts.empty or facts.wrapper != "DTensor":
-            return "home"
-        return "past reset" if facts.aliased is False else "moved"
+        return "home"
     return "parked" if storage == "cpu" and computes not in (None, "cpu") else "home"
 
 
@@ -144,6 +159,14 @@ def _beside(pairs: Iterable[tuple[Residency, Residency | None]], nothing: str) -
         if owner is not None and owner.storage_device is not None and not f.empty
     }
     return "stranded" if "stranded" in found else nothing if not found else "home"
+
+
+def _optimizer(optimizers: Iterable[OptimizerFacts], pairs: Sequence[tuple[Residency, Residency | None]]) -> str:
+    if any(facts.orphans for facts in optimizers):
+        return "dead"
+    # Beside a split parameter a state that is split as well follows it.
+    split = any(f.split and not f.empty and owner is not None and not owner.split for f, owner in pairs)
+    return "split" if split else _beside(pairs, "empty")
 
 
 def _buffers(buffers: Sequence[Residency], computes: str | None) -> str:

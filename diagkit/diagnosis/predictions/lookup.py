@@ -41,6 +41,7 @@ ERRORS: Mapping[str, str] = {
     "set_storage": msg("raises 'Attempted to set the storage of a tensor ... to a storage on different device'"),
     "materialized": msg("raises 'FSDP parameters should be materialized on CPU' (no forward has run yet)"),
     "grad_device": msg("raises 'attempting to assign a gradient with device type ...'"),
+    "grad_dtype": msg("raises 'attempting to assign a gradient with dtype ...'"),
     "same_device": msg("raises 'Expected all tensors to be on the same device'"),
     "swap": msg("raises 'Couldn't swap ...'"),
     "no_backend": msg("raises 'No backend type associated with device type cpu'"),
