@@ -325,6 +325,23 @@ def test_a_child_called_by_itself_and_a_gathered_parameter_are_explained(ran: Ra
         assert answer["explained"] == "DK602"
 
 
+@pytest.mark.skipif(torch_version() < (2, 13), reason="torch version: these states were measured on 2.13")
+@pytest.mark.parametrize(
+    ("scenario", "operation", "outcome"),
+    [
+        ("dk105", "backward", "crash"),
+        ("dk201", "optimizer.step", "silent"),
+        ("dk202_assigned", "optimizer.step", "silent"),
+        ("dk303", "optimizer.step", "crash"),
+    ],
+)
+def test_what_breaks_next_is_told_where_every_device_is_right(
+    ran: Ran, scenario: str, operation: str, outcome: str
+) -> None:
+    told = {c.operation: c.outcome for c in ran.findings(scenario)[0].consequences}
+    assert told[operation] == outcome
+
+
 def test_both_backends_leave_nothing_to_find(ran: Ran) -> None:
     assert not ran.findings("dk402_other_group")
 
