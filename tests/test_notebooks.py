@@ -111,3 +111,9 @@ def test_a_notebook_is_kept_without_outputs(path: pathlib.Path) -> None:
 def test_no_two_notebooks_have_one_number() -> None:
     numbers = [path.name[:2] for path in NOTEBOOKS]
     assert len(set(numbers)) == len(numbers)
+
+
+def test_the_index_lists_every_notebook_by_its_title_and_in_order() -> None:
+    listed = re.findall(r"\| \[(.+?)\]\(<(.+?)>\) \|", (FOLDER / "README.md").read_text())
+    titles = [read(path).cells[0].source.splitlines()[0].removeprefix("# ") for path in NOTEBOOKS]
+    assert listed == list(zip(titles, (path.name for path in NOTEBOOKS), strict=True))
