@@ -382,9 +382,10 @@ def backward_running() -> bool:
 def backward_elsewhere() -> bool:
     """Whether another thread is in a backward pass that this one has no part in. Its engine puts gradients into their
     parameters without Python's lock: who reads ``.grad`` meanwhile may find memory that is free already."""
-    if len(frames := sys._current_frames()) == 1 or backward_running():
+    if backward_running():
         return False
-    frames.pop(threading.get_ident(), None)
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)  # a frame that holds itself would live on, and all that it leads to
     for innermost in frames.values():
         frame: FrameType | None = innermost
         while frame is not None:
