@@ -188,7 +188,8 @@ def _beginnings(
             apart = {} if now[0] == now[1] or mine == theirs else _apart(mine, theirs, compared)
         before = now
         for row, (here, there) in apart.items():
-            began.setdefault(row, _Beginning(rest, here, there, row in agreed))
+            if row not in began:
+                began[row] = _Beginning(rest, here, there, row in agreed)
         agreed.update(row for row in buffers if mine[row] == theirs[row] != 0)
     return began, apart
 
