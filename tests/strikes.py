@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import pathlib
 import signal
 import sys
@@ -16,9 +17,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 import diagkit
+from diagkit.capture import Recorder, record
 
 HERE = str(pathlib.Path(diagkit.__file__).parent)
 LOOKS = ("RESUME", "CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+#: Where no code can defend itself: whoever is to close what was begun has been called, and has not begun.
+DOORS = (inspect.unwrap(record).__code__, Recorder.close.__code__)
 
 
 @functools.cache
@@ -55,7 +59,7 @@ class Strike:
         return len(self._passed)
 
     def _called(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(HERE):
+        if not frame.f_code.co_filename.startswith(HERE) or frame.f_code in DOORS:
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False

@@ -894,7 +894,7 @@ ODD: list[tuple[str, Callable[[], nn.Module], dict[str, tuple[tuple[int, ...] | 
     ("nested", lambda: holding(a=ragged(torch.strided)), {"odd.a": (None, "cpu")}),
     ("jagged", lambda: holding(a=ragged(torch.jagged)), {"odd.a": (None, "cpu")}),
     ("lazy", lambda: nn.LazyLinear(3), {"odd.weight": (None, "cpu"), "odd.bias": (None, "cpu")}),
-    ("a number", lambda: holding(a=5), {"odd.a": (None, None)}),
+    ("a number", lambda: holding(a=5), {}),  # what is no tensor lives nowhere
     ("a number for a name", seventh, {"odd.7": ((2,), "cpu")}),
     ("walled", Walled, {"odd.inner.weight": ((3, 2), "cpu"), "odd.inner.bias": ((3,), "cpu")}),
 ]
