@@ -25,14 +25,15 @@ __all__ = ["Redactor", "add_arguments", "asked", "redacted"]
 
 T = TypeVar("T")
 
-_SECRET_NAME = r"[\w-]*(?:token|secret|passw(?:or)?d|api[_-]?key|credential)[\w-]*"
+_SECRET_NAME = r"[\w-]{0,40}(?:token|secret|passw(?:or)?d|api[_-]?key|credential)[\w-]{0,40}"
 _TAIL = r"[^\s/\\\"'<>:,;()\[\]{}|]+"
-#: What is private by its form, in the order in which it is looked for at one place of a text.
+#: What is private by its form, in the order in which it is looked for at one place of a text. Words are looked at from
+#: their beginning alone, so that a hostile text costs no more than its length.
 _FORMS = {
-    "secret": rf"(?i:{_SECRET_NAME}[\"']?\s*[=:]\s*[\"']?)(?P<value>(?!\d+\b)[^\s\"',;&]{{4,}})",
+    "secret": rf"(?<![\w-])(?i:{_SECRET_NAME}[\"']?\s*[=:]\s*[\"']?)(?P<value>(?!\d+\b)[^\s\"',;&]{{4,}})",
     "known_secret": r"\b(?:hf|ghp|gho|ghs|sk|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b",
     "url": r"\b[a-zA-Z][a-zA-Z0-9+.-]{1,20}://[^\s\"'<>]+",
-    "account": r"(?P<user>[\w.+-]+)@(?P<at>\w[\w.-]*\w)",
+    "account": r"(?<![\w.+-])(?P<user>[\w.+-]+)@(?P<at>\w[\w.-]*\w)",
     "quoted": r"(?P<quote>[\"'])(?P<inside>(?:~[\w-]*|[A-Za-z]:|\.{1,2})?[/\\][^\"'\n]+)(?P=quote)",
     "share": rf"\\\\{_TAIL}(?:\\{_TAIL})+",
     "drive": rf"\b[A-Za-z]:[\\/](?:{_TAIL}[\\/]?)*",
@@ -42,7 +43,7 @@ _FORMS = {
     "ip": r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)"
     r"|(?<![\w:])[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?![\w:])",
     "service": r"(?<![\w.-])(?![\w.-]*\.py:)(?=[\w.-]*[A-Za-z])[\w.-]+:\d{4,5}\b",
-    "domain": r"(?i:\b(?:[a-z0-9-]+\.)+(?:com|org|edu|gov|cn|internal|intranet|corp|lan|cluster\.local)\b)",
+    "domain": r"(?<![\w.-])(?i:(?:[a-z0-9-]+\.)+(?:com|org|edu|gov|cn|internal|intranet|corp|lan|cluster\.local)\b)",
 }
 _HOME = re.compile(r"(?:/(?:home|Users)/|[/\\]Users[/\\]|~)(?P<user>[\w.+-]{2,})")
 _CODE = re.compile(r"[^/\\]+\.(?:py|ipynb|cpp|cu|cc|h)", re.IGNORECASE)
