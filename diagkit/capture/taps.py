@@ -20,6 +20,7 @@ import torch
 from diagkit import torch_internals as internals
 from diagkit.capture.hooks import Patch
 from diagkit.capture.operations import Operation
+from diagkit.capture.residency import quiet
 
 COPIES = ("to", "cpu", "copy_")
 READS = ("item", "tolist", "numpy", "__array__", "clone", "sum", "isnan", "isfinite")
@@ -154,7 +155,8 @@ class Tap(Patch):
 
     def _tell(self, method: Callable[..., None], *args: Any) -> None:
         try:
-            method(*args)
+            with quiet():
+                method(*args)
         except Exception as error:
             for watcher in _watchers:
                 with contextlib.suppress(Exception):
