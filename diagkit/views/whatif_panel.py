@@ -151,7 +151,11 @@ class WhatIf:
                 self.bench.place(change.new or None)
 
     def _start(self) -> None:
-        self.bench.start()
+        try:
+            self.bench.start()
+        except UsageError as error:  # a scenario that no engine knows, or a second click
+            self._state.value = _problem(str(error))
+            return
         threading.Thread(target=self._follow, name="diagkit-whatif-progress", daemon=True).start()
 
     def _follow(self) -> None:
@@ -193,7 +197,7 @@ class WhatIf:
         if self.bench.running:
             return "starting the ranks …"
         if self.bench.problem:
-            return f'<span style="color:{palette.BAD}">{escape(self.bench.problem)}</span>'
+            return _problem(self.bench.problem)
         if last is None:
             return "Read the forecast, bet, and run."
         return f"run {last.number}: {escape(last.verdict)}"
@@ -222,6 +226,10 @@ def _choices(bench: Bench) -> dict[str, Any]:
     }
 
 
+def _problem(text: str) -> str:
+    return f'<span style="color:{palette.BAD}">{escape(text)}</span>'
+
+
 def _heading(text: str) -> widgets.Widget:
     return widgets.HTML(f"<b>{escape(text)}</b>")
 
@@ -231,7 +239,7 @@ def _steps_html(bench: Bench, run: Run | None) -> str:
     try:
         forecast = bench.forecast
     except UsageError as error:
-        return f'<p style="color:{palette.BAD}">{escape(str(error))}</p>'
+        return _problem(str(error))
     rows = []
     for place, told in enumerate(forecast):
         found = run.life.steps[place] if run is not None else None
