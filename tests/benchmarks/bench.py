@@ -124,12 +124,22 @@ def demo(pairs: int) -> dict[str, float]:
             del os.environ["DIAGKIT_CACHE"]
 
 
+def visibility(pairs: int) -> dict[str, Any]:
+    """What each tool says of five models."""
+    import tempfile
+
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        call(HERE / "visibility.py", "--json", file.name, timeout=1800)
+        return json.loads(Path(file.name).read_text())["tools"]  # type: ignore[no-any-return]
+
+
 PARTS: dict[str, Callable[[int], Any]] = {
     "steps": steps,
     "reading": reading,
     "imports": imports,
     "simulated": simulated,
     "demo": demo,
+    "visibility": visibility,
 }
 
 
@@ -189,6 +199,17 @@ def table(results: dict[str, Any]) -> str:
     if "demo" in results:
         d = results["demo"]
         lines += [f"`diagkit demo`: {d['cold']:.0f} s when it must compile first, {d['warm']:.0f} s afterwards.", ""]
+    if "visibility" in results:
+        models = list(next(iter(results["visibility"].values())))
+        lines += [
+            "What each tool says of where the parameters are (half: one of the two devices; nothing: no device):",
+            "",
+            "| tool | " + " | ".join(models) + " |",
+            "|---|" + "---|" * len(models),
+        ]
+        for tool, cells in results["visibility"].items():
+            lines.append(f"| {tool} | " + " | ".join(cell["verdict"] for cell in cells.values()) + " |")
+        lines.append("")
     return "\n".join(lines)
 
 

@@ -2,8 +2,8 @@
 
 Every tool is asked the way its users ask it, in a process of its own for each model, on one rank of the simulated
 accelerator. Its answer is brought down to the devices that it names for the parameters, and that is held against the
-truth, which the benchmark made itself. Nobody is asked for more than it offers: a tool that names no device "says
-nothing", and one that dies is quoted.
+truth, which the benchmark made itself. Nobody is asked for more than it offers: a tool that names no device says
+"nothing", and one that dies is quoted.
 
 Run: ``python tests/benchmarks/visibility.py [--json FILE]``
 """
@@ -217,14 +217,14 @@ def devices(answer: str) -> set[str]:
 
 
 def verdict(model_name: str, answer: str, of_healthy: str) -> str:
-    """One word, with what was said: "right", "half" (one of two truths), "wrong", "says nothing", "crash"."""
+    """One word, with what was said: "right", "half" (one of two truths), "wrong", "nothing", "crash"."""
     truth, said = MODELS[model_name].truth, devices(answer)
     if answer.startswith("crash"):
         return "crash"
     if model_name == "aborted backward":
         return "blind" if answer == of_healthy else "DK604" if "DK604" in answer else "differs"
     if not said:
-        return "says nothing"
+        return "nothing"
     word = "right" if said == truth else "half" if said < truth else "wrong"
     return f"{word}: {' and '.join(sorted(said, reverse=True))}"
 
