@@ -66,14 +66,14 @@ THINGS: list[Callable[[random.Random], Any]] = [
 Lines = list[bytes]
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) of plain data."""
+def places(value: Any, depth: int = 40) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) of plain data, but for what lies deeper."""
     inner = (
         list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
     )
-    for key, item in inner:
+    for key, item in inner if depth else ():
         yield value, key
-        yield from places(item)
+        yield from places(item, depth - 1)
 
 
 def dumped(event: Any) -> bytes:
