@@ -22,6 +22,8 @@ SMALLER: dict[str, dict[str, Any]] = {
     "03": {"revisions": ("#7103", "current")},
     "04": {"ranks": 1},
     "05": {"kernels": 1},
+    "06": {"blocks": 2},
+    "07": {"data": str(FOLDER.parent / "data")},
 }
 #: Seconds of processor time that one notebook may take, its ranks included.
 BUDGET = 25.0
