@@ -54,7 +54,7 @@ def deep(levels: int) -> Any:
 THINGS: list[Callable[[random.Random], Any]] = [
     lambda draw: draw.choice(NAMES),
     lambda draw: draw.choice(NUMBERS),
-    lambda draw: deep(draw.choice([1, 30, 900])),
+    lambda draw: deep(draw.choice([1, 30, 600])),
     lambda draw: [draw.choice(NUMBERS) for _ in range(draw.randrange(20))],
     lambda draw: {draw.choice(NAMES): draw.choice(NUMBERS) for _ in range(draw.randrange(5))},
     lambda draw: [[[4, 4]], [0, 10**12]],
