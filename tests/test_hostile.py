@@ -228,6 +228,20 @@ def test_a_table_is_split_before_its_line_is_too_long_for_a_reader(tmp_path: pat
     assert len(trace.local_shapes) == len(names)
 
 
+def test_records_of_another_kind_than_their_rows_are_passed_over() -> None:
+    """A parameter with the record of a group, a group with that of a tensor, an engine with that of an optimizer."""
+    events = [json.loads(line) for line in told().sink.lines]
+    first = next(event for event in events if event.get("key"))
+    for number, its in enumerate(({"is": "group", "offload": True}, {"is": "engine"}, {"is": "optimizer", "dead": 1})):
+        for count in (1, 5):
+            first["facts"]["1"] = its
+            first["d"] = [number, count, 1, 0]
+            diagnose(reader.read_rank(json.dumps(event).encode() + b"\n" for event in events))
+    first["facts"]["1"] = {"is": "tensor", "metadata_device": "meta", "storage_device": "cpu"}
+    first["d"] = [0, 5, 1, 0]
+    assert diagnose(reader.read_rank(json.dumps(event).encode() + b"\n" for event in events)).blind == ""
+
+
 # ---- names
 
 HOSTILE = [

@@ -35,6 +35,9 @@ from diagkit.trace.schema import (
     Row,
 )
 
+#: Kind of row -> its record; any other kind is a tensor's.
+RECORDS: dict[str, type[Facts]] = {GROUP: GroupFacts, OPTIMIZER: OptimizerFacts, ENGINE: EngineFacts}
+
 
 @dataclass(slots=True)
 class Hit:
@@ -279,7 +282,8 @@ class _Run:
         found = self.doubts.get((kind, number))
         if found is None:
             facts = self.trace.facts[number]
-            found = () if facts is None else self.judge.suspects(kind, facts, self.around, self.any_world)
+            fits = isinstance(facts, RECORDS.get(kind, Residency))  # a hostile trace may give a row any record
+            found = self.judge.suspects(kind, facts, self.around, self.any_world) if facts and fits else ()
             self.doubts[kind, number] = found
         return found
 
