@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pathlib
 import re
 import resource
@@ -25,6 +26,10 @@ SMALLER: dict[str, dict[str, Any]] = {
     "06": {"blocks": 2},
     "07": {"data": str(FOLDER.parent / "data")},
 }
+#: How the first cell begins to say what its reader will be able to do, in each language.
+PROMISES = ("you can\n", "你能够\n")
+#: A notebook in another language -> the one that it was translated from.
+TRANSLATIONS = {"02 崩溃与守卫": "02 The crash and the guard"}
 #: Seconds of processor time that one notebook may take, its ranks included.
 BUDGET = 25.0
 
@@ -91,9 +96,8 @@ def test_a_notebook_has_the_agreed_shape(path: pathlib.Path) -> None:
     nbformat.validate(notebook)
     number = int(path.name[:2])
     first = notebook.cells[0].source
-    assert first.startswith(f"# {number} · ") and "you can\n" in first, (
-        "the first cell says what you will be able to do"
-    )
+    assert first.startswith(f"# {number} · "), "the title begins with the notebook's number"
+    assert any(promise in first for promise in PROMISES), "the first cell says what you will be able to do"
     assert path.stem[3:] == first.splitlines()[0].split(" · ")[1].rstrip("?"), "the file is called as its title says"
     assert sum("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells) == 1
     last = [cell.source for cell in notebook.cells if cell.cell_type == "code"][-1]
@@ -111,7 +115,7 @@ def test_a_notebook_is_kept_without_outputs(path: pathlib.Path) -> None:
 
 
 def test_no_two_notebooks_have_one_number() -> None:
-    numbers = [path.name[:2] for path in NOTEBOOKS]
+    numbers = [path.name[:2] for path in NOTEBOOKS if path.stem not in TRANSLATIONS]
     assert len(set(numbers)) == len(numbers)
 
 
@@ -119,3 +123,16 @@ def test_the_index_lists_every_notebook_by_its_title_and_in_order() -> None:
     listed = re.findall(r"\| \[(.+?)\]\(<(.+?)>\) \|", (FOLDER / "README.md").read_text())
     titles = [read(path).cells[0].source.splitlines()[0].removeprefix("# ") for path in NOTEBOOKS]
     assert listed == list(zip(titles, (path.name for path in NOTEBOOKS), strict=True))
+
+
+@pytest.mark.parametrize("translation", TRANSLATIONS)
+def test_a_translation_has_the_same_cells_and_claims_the_same(translation: str) -> None:
+    ours, original = (read(FOLDER / f"{name}.ipynb").cells for name in (translation, TRANSLATIONS[translation]))
+    assert [(cell.cell_type, cell.id) for cell in ours] == [(cell.cell_type, cell.id) for cell in original]
+    assert claims(ours) == claims(original) and claims(ours)
+
+
+def claims(cells: Any) -> list[str]:
+    """Every assertion of a notebook, without its comments."""
+    code = ast.parse("\n".join(cell.source for cell in cells if cell.cell_type == "code"))
+    return [ast.unparse(node) for node in ast.walk(code) if isinstance(node, ast.Assert)]
