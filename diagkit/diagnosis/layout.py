@@ -32,3 +32,10 @@ def layout_of(rows: list[Row]) -> Layout:
         elif row.kind == PARAMETER:
             models.add(row.model)
     return Layout(segments, groups=groups, rooted=all((model, "") in groups for model in models))
+
+
+def registered_late(rows: list[Row]) -> frozenset[int]:
+    """Parameters whose row came after their model's first FSDP group: rows are made in the order of arrival, and what
+    `ignored_params` names was there before."""
+    wrapped = {row.model: row.id for row in reversed(rows) if row.kind == GROUP}
+    return frozenset(row.id for row in rows if row.kind == PARAMETER and row.id > wrapped.get(row.model, row.id))

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from diagkit.diagnosis.layout import registered_late
 from diagkit.trace import RankTrace
 from diagkit.trace.schema import (
     ABSENT,
     BUFFER,
-    GROUP,
     OPTIMIZER_STATE,
-    PARAMETER,
     Moment,
     Residency,
     device_type,
@@ -49,13 +48,8 @@ class Pasts:
 
     def __init__(self, trace: RankTrace) -> None:
         self._trace = trace
-        self._known: dict[int, Past] = {}
-        self._parameters = False
-        wrapped = {row.model: row.id for row in reversed(trace.rows) if row.kind == GROUP}
-        for row in trace.rows:
-            if row.kind == PARAMETER and row.id > wrapped.get(row.model, len(trace.rows)):
-                self._known[row.id] = Past(late=True)
-                self._parameters = True
+        self._known = {row: Past(late=True) for row in registered_late(trace.rows)}
+        self._parameters = bool(self._known)
         self._buffers = [row.id for row in trace.rows if row.kind == BUFFER]
 
     def of(self, row: int) -> Past:

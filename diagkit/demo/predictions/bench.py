@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,10 @@ from torch.nn import functional as F
 
 from diagkit.demo.predictions.models import Decoder
 from diagkit.diagnosis.predictions.facets import Facets, facets
+from diagkit.trace.reader import read_rank
+
+if TYPE_CHECKING:
+    from diagkit.capture import Recorder
 
 POLICIES: dict[str, Callable[[], OffloadPolicy]] = {
     "none": OffloadPolicy,
@@ -63,6 +67,7 @@ class Bench:
         default_factory=dict
     )  # a sharded state dict with other values than the live ones
     moments: dict[str, Any] = field(default_factory=dict)  # an optimizer state dict
+    recorder: Recorder | None = None
 
     def loss(self) -> Tensor:
         """One forward pass on this rank's tokens, the same at each call."""
@@ -77,11 +82,20 @@ class Bench:
         self.loss().backward()
         self.optimizer.step()
 
+    def watch(self) -> None:
+        """Records from here on: some states are told only by who saw how they came about."""
+        from diagkit.capture import start
+
+        self.recorder = start(self.model, self.optimizer, out=None)
+
     def facets(self) -> Facets:
         """The state that the live model is in."""
         from diagkit.capture import snapshot
 
-        return facets(snapshot(self.model, self.optimizer))
+        if self.recorder is None:
+            return facets(snapshot(self.model, self.optimizer))
+        self.recorder.mark("now")
+        return facets(read_rank(self.recorder.lines))
 
 
 def build(kind: Kind, policy: str, device: str = "npu", on_meta: bool = False) -> Bench:

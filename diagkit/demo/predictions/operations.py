@@ -69,13 +69,14 @@ def _apart(tensors: dict[str, Tensor]) -> bool:
 
 
 def _detached(bench: Bench) -> bool:
-    """Whether what is trained is not what is gathered, by the recorder's own facts."""
+    """Whether what is trained is not what is gathered, or what is gathered is old, by the recorder's own facts."""
     from diagkit.capture import snapshot
     from diagkit.trace.schema import Residency
 
     rank = snapshot(bench.model, bench.optimizer)
     facts = [rank.facts[n] for n in rank.state(-1).facts]
-    return any(isinstance(f, Residency) and f.aliased is False and not f.empty for f in facts)
+    apart = any(isinstance(f, Residency) and f.aliased is False and not f.empty for f in facts)
+    return apart or bench.facets().parameters == "stale"
 
 
 def _state_dict(bench: Bench) -> Cell:

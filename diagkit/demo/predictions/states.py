@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from diagkit.demo.predictions.bench import Bench, buffers_to
@@ -121,6 +122,30 @@ def _split_moments(bench: Bench) -> None:
                 setattr(value, _INNER, getattr(value, _INNER).to(away))
 
 
+def _evaluate_between_backward_and_step(bench: Bench) -> None:
+    """The root stays gathered after the evaluation, and the step writes the shards alone."""
+    bench.watch()
+    bench.loss().backward()
+    with torch.no_grad():
+        bench.loss()
+    bench.optimizer.step()
+
+
+def _share_memory(bench: Bench) -> None:
+    """Shown to another process: both handles lose their pin."""
+    for parameter in bench.model.parameters():
+        getattr(parameter, _INNER).share_memory_()
+
+
+def _register_late(bench: Bench) -> None:
+    """An adapter put into a layer that is wrapped; checkpoints hold it, too."""
+    bench.watch()
+    layer = bench.kind.parts(bench.model)[0]
+    layer.register_parameter("late", nn.Parameter(torch.zeros(1)))
+    layer.register_forward_hook(lambda module, _, out: out + module.late)
+    bench.weights |= {name: torch.ones(1) for name, _ in bench.model.named_parameters() if name.endswith(".late")}
+
+
 _TRAINED = (_train, _no_grads)
 
 STATES: tuple[State, ...] = (
@@ -176,5 +201,11 @@ STATES: tuple[State, ...] = (
     State("dead optimizer, trained, no policy", "none", (*_TRAINED, _load_by_assignment), "DK202"),
     State("moments split", "pinned", (*_TRAINED, _split_moments), "DK303"),
     State("moments split, no policy", "none", (*_TRAINED, _split_moments), "DK303"),
+    State("written while gathered", "pinned", (*_TRAINED, _evaluate_between_backward_and_step), "DK602"),
+    State("written while gathered, no policy", "none", (*_TRAINED, _evaluate_between_backward_and_step), "DK602"),
+    State("pin lost, new", "pinned", (_share_memory,), "DK701"),
+    State("pin lost, trained", "pinned", (*_TRAINED, _share_memory), "DK701"),
+    State("registered after wrapping, new", "pinned", (_register_late,), "DK802b"),
+    State("registered after wrapping, trained", "pinned", (*_TRAINED, _register_late), "DK802b"),
     State("aborted backward", "pinned", (*_TRAINED, _failed_backward), "DK604"),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from diagkit.diagnosis.layout import registered_late
 from diagkit.trace import RankTrace
 from diagkit.trace.schema import (
     BUFFER,
@@ -19,6 +20,7 @@ from diagkit.trace.schema import (
     Moment,
     OptimizerFacts,
     Residency,
+    Row,
     device_type,
 )
 
@@ -27,9 +29,11 @@ from diagkit.trace.schema import (
 class Facets:
     """What decides. Where parameters differ among themselves, the worst of them speaks."""
 
-    policy: str = "none"  # "none", "pinned", "unpinned"; "no FSDP2" without groups
-    #: "home", "parked", "split", "hand split", "moved", "past reset", "meta"; with every device right: "detached" (from
-    #: what is gathered), "other dtype" (the wrapper's), "stale" (written while gathered)
+    #: "none", "pinned", "unpinned", "mixed" (groups of one model differ); "no FSDP2" without groups
+    policy: str = "none"
+    #: "home", "parked", "split", "hand split", "moved", "past reset", "meta", "unmanaged" (plain on the CPU, registered
+    #: after wrapping); with every device right: "detached" (from what is gathered), "other dtype" (the wrapper's),
+    #: "stale" (written while gathered), "pin lost"
     parameters: str = "home"
     lazy_init: str = "no"  # "no", "done", "unfinished"
     backward: str = "idle"  # "idle", "aborted"
@@ -71,9 +75,12 @@ class Facets:
 
 # From what decides most to what decides least.
 _PARAMETERS = (
-    *("meta", "split", "hand split", "moved", "past reset"),
-    *("detached", "other dtype", "stale", "parked", "home"),
+    *("meta", "split", "hand split", "moved", "past reset", "unmanaged"),
+    *("detached", "other dtype", "stale", "pin lost", "parked", "home"),
 )
+
+
+_POLICIES = ("mixed", "pinned", "unpinned", "none")
 
 
 def facets(rank: RankTrace, moment: Moment | int = -1) -> Facets:
@@ -85,13 +92,21 @@ def facets(rank: RankTrace, moment: Moment | int = -1) -> Facets:
     groups = [f for row, f in pairs if row.kind == GROUP and isinstance(f, GroupFacts)]
     tensors = [(row, f) for row, f in pairs if isinstance(f, Residency)]
     where = {row.id: f for row, f in tensors}
-    policy, computes = _policy(groups, rank)
+    policies = _policies(pairs)
+    computes = _computes(groups, rank)
     lazy = _lazy(groups)
     stale = {"stale"} if any(g.stale for g in groups) else set()
-    of_kind = {kind: [f for row, f in tensors if row.kind == kind] for kind in (PARAMETER, BUFFER)}
+    late = registered_late(rank.rows)
+    parameters = {
+        "unmanaged"
+        if row.id in late and _plain(f, computes)
+        else _parameter(f, policies.get(row.model), computes, lazy)
+        for row, f in tensors
+        if row.kind == PARAMETER
+    }
     return Facets(
-        policy=policy,
-        parameters=_worst({_parameter(f, policy, computes, lazy) for f in of_kind[PARAMETER]} | stale),
+        policy=_first_of(_POLICIES, set(policies.values()), "no FSDP2"),
+        parameters=_first_of(_PARAMETERS, parameters | stale, "home"),
         lazy_init=lazy,
         backward="aborted" if any(_aborted(g) for g in groups) else "idle",
         gradients=_beside([(f, where.get(row.of or 0)) for row, f in tensors if row.kind == GRADIENT], "none"),
@@ -103,24 +118,41 @@ def facets(rank: RankTrace, moment: Moment | int = -1) -> Facets:
                 if row.kind == OPTIMIZER_STATE and not row.part.endswith("step")
             ],
         ),
-        buffers=_buffers(of_kind[BUFFER], computes),
+        buffers=_buffers([f for row, f in tensors if row.kind == BUFFER], computes),
         ranks=_ranks(groups),
     )
 
 
-def _policy(groups: Sequence[GroupFacts], rank: RankTrace) -> tuple[str, str | None]:
-    accelerator = None if rank.header.device == "cpu" else rank.header.device
-    if not groups:
-        return "no FSDP2", accelerator
+def _policies(pairs: Sequence[tuple[Row, object]]) -> dict[str, str]:
+    """The policy of each model that has groups, by its label."""
+    of_model: dict[str, list[GroupFacts]] = {}
+    for row, facts in pairs:
+        if row.kind == GROUP and isinstance(facts, GroupFacts):
+            of_model.setdefault(row.model, []).append(facts)
+    return {model: _policy(groups) for model, groups in of_model.items()}
+
+
+def _policy(groups: Sequence[GroupFacts]) -> str:
+    if len({g.offload for g in groups if g.parameters}) > 1:
+        return "mixed"
     offloading = [g for g in groups if g.offload]
-    computes = groups[0].mesh_device or accelerator
     if not offloading:
-        unknown = all(g.policy in ("", "NoneType") for g in groups)
-        return ("no FSDP2" if unknown else "none"), computes
-    return ("pinned" if any(g.pin_memory for g in offloading) else "unpinned"), computes
+        return "no FSDP2" if all(g.policy in ("", "NoneType") for g in groups) else "none"
+    return "pinned" if any(g.pin_memory for g in offloading) else "unpinned"
 
 
-def _parameter(facts: Residency, policy: str, computes: str | None, lazy: str) -> str:
+def _computes(groups: Sequence[GroupFacts], rank: RankTrace) -> str | None:
+    accelerator = None if rank.header.device == "cpu" else rank.header.device
+    return (groups[0].mesh_device if groups else None) or accelerator
+
+
+def _plain(facts: Residency, computes: str | None) -> bool:
+    """On the CPU, no group's, beside an accelerator."""
+    unmanaged = facts.wrapper == "Tensor" and facts.sharded_state is None
+    return unmanaged and facts.storage_device == "cpu" and computes not in (None, "cpu")
+
+
+def _parameter(facts: Residency, policy: str | None, computes: str | None, lazy: str) -> str:
     metadata, storage = device_type(facts.metadata_device), device_type(facts.storage_device)
     if metadata == "meta":
         return "meta"
@@ -134,13 +166,15 @@ def _parameter(facts: Residency, policy: str, computes: str | None, lazy: str) -
         return "detached"
     if facts.wrapper == "DTensor" and (facts.dtype != facts.storage_dtype or not facts.shape_agrees):
         return "other dtype"
-    if policy in ("pinned", "unpinned"):
+    if policy == "pinned" and facts.flat_device == "cpu" and facts.flat_pinned is False and not facts.empty:
+        return "pin lost"
+    if policy in ("pinned", "unpinned", "mixed"):
         return "home"
     return "parked" if storage == "cpu" and computes not in (None, "cpu") else "home"
 
 
-def _worst(words: set[str]) -> str:
-    return next((word for word in _PARAMETERS if word in words), "home")
+def _first_of(order: Sequence[str], words: set[str], nothing: str) -> str:
+    return next((word for word in order if word in words), nothing)
 
 
 def _lazy(groups: Sequence[GroupFacts]) -> str:
