@@ -13,8 +13,9 @@ def pin_lost(it: Subject) -> bool:
     What happens: `CPUOffloadPolicy(pin_memory=True)` pins each shard once. Code that exchanges the memory behind a
     storage in place unpins it for both handles at once: `share_memory_()` on local tensors, to show them to another
     process, does. Values stay right. Copies to the accelerator are no longer asynchronous, so each layer waits for
-    its own. The obvious mend makes a silent fault of a slow one: `model.to("cpu")` finds the storage unchanged, pins
-    a copy for the local tensor alone, and parts the two handles (DK201).
+    its own. What makes FSDP2 look at its shards again makes a silent fault of a slow one: the first forward,
+    `load_state_dict` and the obvious mend, `model.to("cpu")`, find the storage unchanged, pin a copy for the local
+    tensor alone, and part the two handles (DK201).
 
     How to see it: `p._local_tensor.is_pinned()` is False on parameters with elements, and the policy's `pin_memory` is
     True. Ask of `FSDPParam._sharded_param_data` too: it is what is copied.
@@ -31,7 +32,7 @@ def pin_lost(it: Subject) -> bool:
 
     Detected by: facts.
 
-    Severity: slow; training is right.
+    Severity: slow; training is right until the first forward or a load parts the handles.
     """
     return it.pins and not it.tensor.empty and it.tensor.flat_device == "cpu" and it.tensor.flat_pinned is False
 
