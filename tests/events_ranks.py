@@ -17,7 +17,7 @@ from typing import Any
 import culprits
 import torch
 import torch.distributed as dist
-from diagnosis_ranks import Lab
+from diagnosis_lab import Lab
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
