@@ -1,12 +1,14 @@
 """Every function of the recorder fails in turn, and the job never notices; its trace, or one warning, tells of it.
 
-`harmless_faults.py` finds the functions by itself, so that a new one is tested without being named here.
+`harmless_faults.py` finds the functions by itself, so that a new one is tested without being named here. The job is
+run once a function, so they are divided into shares, each in a process of its own.
 """
 
 from __future__ import annotations
 
 import json
 import pathlib
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from ranks import run_ranks
 
 HERE = pathlib.Path(__file__).resolve().parent
 Report = dict[str, dict[str, Any]]
+SHARES = 6
 
 #: Functions whose failing costs nothing that could be told, with the reason.
 QUIET = {
@@ -28,12 +31,26 @@ STAYS = {"diagkit.capture.hooks.remove", "diagkit.capture.hooks.uninstall", "dia
 MOVE_IS_TOLD = ("diagkit.capture.cause.", "diagkit.capture.facts.", "diagkit.capture.process.")
 
 
-@pytest.fixture(scope="module")
-def report(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Report:
+@dataclass(frozen=True)
+class Share:
+    """Names of all functions that the job calls, and what became of it where one of this share failed."""
+
+    number: int
+    used: list[str]
+    told: Report
+
+
+@pytest.fixture(scope="module", params=range(SHARES))
+def share(request: pytest.FixtureRequest, compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Share:
     folder = tmp_path_factory.mktemp("faults")
-    [result] = run_ranks(HERE / "harmless_faults.py", 1, args=[str(folder)], timeout=290)
-    found: Report = json.loads(result.stdout.splitlines()[-1])
-    return found
+    args = [str(folder), str(request.param), str(SHARES)]
+    [result] = run_ranks(HERE / "harmless_faults.py", 1, args=args, timeout=290)
+    return Share(request.param, **json.loads(result.stdout.splitlines()[-1]))
+
+
+@pytest.fixture
+def report(share: Share) -> Report:
+    return share.told
 
 
 def test_without_a_fault_the_trace_is_whole_and_tells_the_move(report: Report) -> None:
@@ -42,14 +59,14 @@ def test_without_a_fault_the_trace_is_whole_and_tells_the_move(report: Report) -
     assert (whole["troubles"], whole["problems"], whole["warned"], whole["left"]) == ([], [], [], [])
 
 
-def test_most_of_the_recorder_is_made_to_fail(report: Report) -> None:
-    called = [name for name, told in report.items() if told["calls"]]
-    assert len(called) > 120
+def test_most_of_the_recorder_is_made_to_fail(share: Share) -> None:
+    assert len(share.used) > 120
+    assert [name for name in share.used[share.number :: SHARES] if not share.told[name]["calls"]] == []
     for name in (
         "hooks._begin", "hooks.install", "recorder.Recorder.after", "recorder.Recorder.before",
         "recorder.Recorder.failed", "recorder.Recorder.registered", "inventory.Inventory.scan", "cause.from_stack",
     ):  # fmt: skip
-        assert f"diagkit.capture.{name}" in called
+        assert f"diagkit.capture.{name}" in share.used
 
 
 def test_no_fault_reaches_the_job(report: Report) -> None:
@@ -76,5 +93,5 @@ def test_the_patches_come_out_whatever_fails(report: Report) -> None:
 
 def test_who_moved_it_may_be_lost_that_it_moved_is_not(report: Report) -> None:
     names = [name for name, told in report.items() if name.startswith(MOVE_IS_TOLD) and told["calls"]]
-    assert len(names) > 20
+    assert len(names) > 20 // SHARES
     assert [name for name in names if not report[name]["moved"]] == []

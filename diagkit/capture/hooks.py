@@ -212,7 +212,12 @@ class Patch:
         @internals.uncompiled
         @functools.wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if internals.compiling() or not patch.awake or (quick is not None and quick(*args)):
+            try:
+                untold = internals.compiling() or not patch.awake or (quick is not None and quick(*args))
+            except Exception as error:
+                _confess(operation.name, error)
+                untold = False
+            if untold:
                 return original(*args, **kwargs)
             if operation is APPLY and gates.standing:
                 return gates.through(told, args, kwargs)
@@ -220,8 +225,7 @@ class Patch:
 
         def told(*args: Any, **kwargs: Any) -> Any:
             outer: Call | None = getattr(_here, "call", None)
-            inner = outer is not None and outer.operation is operation
-            if inner and len(outer.told) >= len(_listeners):  # type: ignore[union-attr]
+            if outer is not None and outer.operation is operation and len(outer.told) >= len(_listeners):
                 return original(*args, **kwargs)  # a module's call on its children: everybody knows already
             try:
                 call = _begin(operation, args, outer)
@@ -312,9 +316,8 @@ _handles: list[Any] = []
 
 
 def _needed(operation: Operation) -> bool:
-    if operation is APPLY and gates.standing:
-        return True
-    return any(listener.full or not operation.full for listener in _listeners)
+    gated = operation is APPLY and bool(gates.standing)
+    return gated or any(listener.full or not operation.full for listener in _listeners)
 
 
 def install() -> None:
@@ -328,15 +331,13 @@ def install() -> None:
                 owner = getattr(owner, class_name, None)
             if owner is None:
                 continue
-            key = (module_name, class_name, name)
-            patch = _patches.setdefault(key, Patch(owner, name, operation, quick))
+            patch = _patches.setdefault((module_name, class_name, name), Patch(owner, name, operation, quick))
             if not _needed(operation):
                 continue
             try:
                 patch.put_in()
             except Exception as error:
-                for listener in _listeners:
-                    tell(listener, "trouble", f"observing {operation.name}", error)
+                _confess(f"observing {operation.name}", error)
         if _listeners and not _handles:
             from torch.nn.modules import module as modules
             from torch.optim import optimizer as optimizers
