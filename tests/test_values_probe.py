@@ -49,6 +49,48 @@ def test_what_has_no_bytes_or_too_many_has_no_digest(tensor: torch.Tensor) -> No
     assert digest(tensor) is None
 
 
+def freed(tensor: torch.Tensor, size: int = 0) -> torch.Tensor:
+    """The tensor, whose storage keeps this many bytes alone."""
+    tensor.untyped_storage().resize_(size)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        freed(torch.ones(512, 512)),
+        freed(torch.ones(512, 512).t()),
+        freed(torch.ones(512, 512)[256:]),
+        freed(torch.ones(512, 512), 512 * 512 * 4 - 1),
+        freed(torch.ones(1).expand(512, 512)),
+        freed(torch.ones(512, 512)[256:], 512 * 512 * 2),
+    ],
+    ids=["whole", "transposed", "part", "one byte short", "expanded", "the other half is left"],
+)
+def test_a_tensor_whose_storage_was_freed_has_no_digest(tensor: torch.Tensor) -> None:
+    assert digest(tensor) is None
+
+
+def test_what_its_storage_still_holds_has_a_digest() -> None:
+    half = freed(torch.ones(4, 4)[:2], 2 * 4 * 4)
+    assert digest(half) == digest(torch.ones(2, 4)) == digest(torch.ones(1).expand(2, 4))
+
+
+def test_a_job_that_frees_and_refills_its_weights_is_recorded(tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(256, 256)
+    storage, kept = model.weight.untyped_storage(), model.weight.detach().clone()
+    with dk.record(model, out=tmp_path, values=("parameters",)) as rec:
+        with rec.phase("sleep"):
+            storage.resize_(0)
+        with rec.phase("wake"):
+            storage.resize_(kept.nbytes)
+            model.weight.data.copy_(kept)
+    rank = open_trace(tmp_path)[0]
+    digests = [rank.facts[rank.state(moment).facts[0]].digest for moment in rank.moments]  # type: ignore[union-attr]
+    assert [digest is None for digest in digests] == [False, False, True, True, False, False]
+    assert digests[0] == digests[-1]
+
+
 def test_reading_changes_nothing() -> None:
     tensor = torch.randn(4, 4, requires_grad=True)
     lazy = torch._lazy_clone(tensor.detach())

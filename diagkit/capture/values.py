@@ -43,7 +43,7 @@ def digest(tensor: torch.Tensor) -> bytes | None:
     if inner is None or inner.is_meta or inner.layout is not torch.strided or inner.numel() == 0:
         return None
     size = inner.numel() * inner.element_size()
-    if size > LIMIT:
+    if size > LIMIT or not _holds_its_bytes(inner):
         return None
     with torch.no_grad():
         local = inner if inner.device.type == "cpu" else inner.cpu()
@@ -52,3 +52,11 @@ def digest(tensor: torch.Tensor) -> bytes | None:
     found = hashlib.blake2b(f"{local.dtype} {tuple(local.shape)}".encode(), digest_size=12)
     found.update((ctypes.c_char * size).from_address(internals.address(local)))
     return found.digest()
+
+
+def _holds_its_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the storage still reaches as far as the tensor does: `untyped_storage().resize_(0)`, which offloaders and
+    FSDP itself use to free memory, leaves the tensor's shape as it was, and reading it ends the process."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in strides)
+    return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
