@@ -266,7 +266,7 @@ class Findings(list[Finding]):
                 f"<tr><th style='text-align:left;vertical-align:top'>{k}</th><td style='text-align:left'>{v}</td></tr>"
                 for k, v in cells
             )
-            title = html.escape(f"{f.code} {f.title} [{f.severity}]")
+            title = html.escape(f"{f.code} {f.title} [{tr(f.severity)}]")
             opened = "" if n else " open"
             parts.append(f"<details{opened}><summary>{title}</summary><table>{body}</table></details>")
         parts += [f"<p>{tr('note')}: {html.escape(note)}</p>" for note in self.notes]

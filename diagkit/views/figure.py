@@ -11,6 +11,7 @@ import html as html_module
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from diagkit.language import chosen, tr
 from diagkit.views import palette
 from diagkit.views.painters import PER_INCH, paint_axes, svg
 from diagkit.views.scene import Scene
@@ -59,10 +60,10 @@ class ViewFigure(Figure):
         words = html_module.escape(self.to_text())
         fragment = (
             f'<figure class="dk" role="group" aria-label="{name}"><style>{STYLE}</style>'
-            f"{self.to_svg()}<figcaption><details><summary>The same in words</summary>"
-            f'<pre tabindex="0" aria-label="The figure in words">{words}</pre></details></figcaption></figure>'
+            f"{self.to_svg()}<figcaption><details><summary>{tr('The same in words')}</summary>"
+            f'<pre tabindex="0" aria-label="{tr("The figure in words")}">{words}</pre></details></figcaption></figure>'
         )
-        return page(self.title, fragment) if whole_page else fragment
+        return page(self.title, fragment, chosen()) if whole_page else fragment
 
     def _repr_html_(self) -> str:
         return self.to_html()
