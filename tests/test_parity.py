@@ -13,6 +13,7 @@ from typing import Any
 
 import parity_ranks
 import pytest
+import torch
 from ranks import run_ranks
 
 # Two launches a world size; on a busy machine each may take its time.
@@ -34,6 +35,10 @@ Run = list[dict[str, dict[str, Any]]]  # by rank, then by variant (optimizer/off
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def runs(request: pytest.FixtureRequest, compiler: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    if request.param > 1 and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
+        pytest.skip(
+            "torch version: gloo sums before 2.9 where FSDP2 asks for the average, so the CPU's run is the wrong one"
+        )
     folder = tmp_path_factory.mktemp("parity")
     return train("cpu", request.param, PLAIN, folder), train("npu", request.param, SIMULATED, folder)
 
