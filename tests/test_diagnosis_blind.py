@@ -91,8 +91,9 @@ def test_evidence_quotes_the_policy_of_the_groups_that_own_the_parameters(root_h
     writer.close()
     from diagkit.trace.reader import read_rank
 
-    (finding,) = diagnose(read_rank(sink.lines))
+    finding, mixed = diagnose(read_rank(sink.lines))
     assert finding.code == "DK101" and finding.names == ("layers.0.weight",)
+    assert mixed.code == "DK802a"
     assert [line for line in finding.evidence if line.startswith("policy")] == [
         "policy CPUOffloadPolicy(pin_memory=True), mesh npu (2,)"
     ]

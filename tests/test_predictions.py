@@ -136,6 +136,8 @@ def test_an_unmeasured_torch_is_labelled(version: str, answers: str, label: str)
 def test_an_unmeasured_state_is_labelled_or_has_no_prediction() -> None:
     near = predict(Facets(policy="pinned", parameters="split", lazy_init="done", gradients="home"), "2.13.0")
     assert near is not None and not near.exact and "this very state was not measured" in near.label
+    mixed = predict(Facets(policy="mixed", parameters="split"), "2.13.0")
+    assert mixed is not None and mixed["state_dict"].outcome == "crash" and "was not measured" in mixed.label
     assert predict(Facets(policy="no FSDP2"), "2.13.0") is None
     assert predict(Facets(policy="unpinned", parameters="hand split", backward="aborted"), "2.13.0") is None
 

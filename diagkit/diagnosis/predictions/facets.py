@@ -57,6 +57,8 @@ class Facets:
         mine, theirs = asdict(self), asdict(other)
         if {self.optimizer, other.optimizer} & {"split", "dead"}:
             weights["optimizer"] = 20
+        if "mixed" in (self.policy, other.policy):  # not measured: its offloaded groups do what they do elsewhere
+            weights["policy"] = 10
         return sum(weight for name, weight in weights.items() if mine[name] != theirs[name])
 
     def __str__(self) -> str:
@@ -158,7 +160,8 @@ def _parameter(facts: Residency, policy: str | None, computes: str | None, lazy:
         return "meta"
     if facts.split:
         whole = facts.empty or (facts.pinned is True and facts.aliased is not False)
-        return "split" if metadata == computes and storage == "cpu" and policy == "pinned" and whole else "hand split"
+        pinning = policy in ("pinned", "mixed") and metadata == computes and storage == "cpu"
+        return "split" if pinning and whole else "hand split"
     apart = facts.aliased is False and not facts.empty
     if policy in ("pinned", "unpinned") and storage != "cpu" and facts.wrapper == "DTensor" and not facts.empty:
         return "past reset" if apart else "moved"
