@@ -5,7 +5,7 @@ from __future__ import annotations
 from traces import Rank, cause, engine_trace, on
 
 from diagkit.trace.merged import Trace
-from diagkit.trace.schema import CALL, ENTER, EXIT
+from diagkit.trace.schema import CALL, ENTER, EXIT, Frame
 
 
 def test_it_tells_what_moved_when_and_by_whose_line() -> None:
@@ -68,3 +68,10 @@ def test_a_rank_shows_itself_in_one_line() -> None:
     assert repr(trace[1]) == "<RankTrace test: rank 1 of 2, simulated npu, 24 rows, 12 moments, 1 failure>"
     trace[1].ended = None
     assert repr(trace[1]).endswith("1 failure, cut off>")
+
+
+def test_a_line_of_a_notebook_is_told_by_itself_because_its_file_has_a_made_up_name() -> None:
+    for file in ("/tmp/ipykernel_41/2176953414.py", "<ipython-input-7-0123456789ab>"):
+        frame = Frame(file, 9, "save_checkpoint", "model.to(device)")
+        assert (frame.place, str(frame)) == ("notebook, line 9", "notebook, line 9: model.to(device)")
+    assert str(Frame("/jobs/engine.py", 9, "save_checkpoint", "model.to(device)")) == "engine.py:9 save_checkpoint"

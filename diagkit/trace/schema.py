@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from diagkit.language import tr
+
 SCHEMA_VERSION = 1
 
 PARAMETER = "parameter"
@@ -124,7 +126,7 @@ class GroupFacts:
     root: bool | None = None  # None: lazy init has not run
     lazy_init: str = "no"  # "no", "done", "unfinished" (root mark set, but a parameter never got its dtypes)
     backward_pending: bool = False  # the root's final backward callback is queued
-    backward_running: bool = False  # autograd is running in this thread at this moment
+    backward_running: bool = False  # autograd is running a backward pass at this moment, in any thread
     stale: bool = False  # an optimizer wrote its parameters while they were gathered: passes compute with the old ones
     unreadable: str | None = None
 
@@ -232,8 +234,20 @@ class Frame:
     function: str
     code: str = ""  # the source line, stripped; "" where it could not be read
 
+    @property
+    def place(self) -> str:
+        """``"engine.py:41"``; of a notebook's cell, whose file has a made-up name, ``"notebook, line 41"``."""
+        if self._in_cell:
+            return tr("notebook, line {line}", line=self.line)
+        return f"{self.file.rpartition('/')[2]}:{self.line}"
+
+    @property
+    def _in_cell(self) -> bool:
+        return "ipykernel_" in self.file or self.file.startswith("<ipython-input")
+
     def __str__(self) -> str:
-        return f"{self.file.rpartition('/')[2]}:{self.line} {self.function}"
+        """``"engine.py:41 save_checkpoint"``; a cell has no name to be found by, so its line itself is told."""
+        return f"{self.place}: {self.code or self.function}" if self._in_cell else f"{self.place} {self.function}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from diagkit.errors import UsageError
 from diagkit.language import msg, tr, trn
 from diagkit.trace.merged import Trace
 from diagkit.trace.reader import RankTrace
-from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, Cause, Frame
+from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, Cause
 from diagkit.views.lines import Page
 from diagkit.views.scene import clean, wrap
 from diagkit.views.story import Cell, Column, Story, tell
@@ -18,7 +18,6 @@ from diagkit.views.verdict import Verdict, short_call, split_runs
 __all__ = [
     "Note",
     "cause_text",
-    "frame_text",
     "left_out",
     "map_text",
     "moment_label",
@@ -103,7 +102,7 @@ def notes(story: Story, verdict: Verdict, limit: int = 4) -> list[Note]:
         run = runs.get(position[moment.index])
         if moment.failure is not None and not failed:
             failed = True
-            at = f"{frame_text(moment.cause.frame)}: " if moment.cause and moment.cause.frame else ""
+            at = f"{clean(str(moment.cause.frame))}: " if moment.cause and moment.cause.frame else ""
             found.append((0, c, f"{at}{clean(moment.failure.type)}: {clean(moment.failure.message)}", True))
         elif moment.cause is not None and run is not None:
             found.append((1 if run.lasting else 3, c, tr("cause: {text}", text=cause_text(moment.cause)), run.lasting))
@@ -115,15 +114,8 @@ def notes(story: Story, verdict: Verdict, limit: int = 4) -> list[Note]:
 
 def cause_text(cause: Cause) -> str:
     """``"engine.py:41 save_checkpoint · load_model_to_device → Module.to → FSDPParam.reset_sharded_param"``."""
-    where = f"{frame_text(cause.frame)} · " if cause.frame else ""
+    where = f"{clean(str(cause.frame))} · " if cause.frame else ""
     return where + " → ".join(clean(step) for step in cause.chain or (cause.operation,))
-
-
-def frame_text(frame: Frame) -> str:
-    """``"engine.py:41 save_checkpoint"``; of a notebook's cell the line itself, for its file is made up."""
-    if "ipykernel_" in frame.file or frame.file.startswith("<ipython-input"):
-        return clean(tr("notebook, line {line}: {code}", line=frame.line, code=frame.code or frame.function))
-    return clean(str(frame))
 
 
 def panel_verdict(verdict: Verdict) -> str:

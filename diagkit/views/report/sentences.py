@@ -12,7 +12,7 @@ from diagkit.diagnosis import Finding, Findings
 from diagkit.diagnosis.finding import ranks_text
 from diagkit.language import tr, trn
 from diagkit.trace import RankTrace, Trace
-from diagkit.trace.schema import BUFFER, PARAMETER, Cause, Frame, Residency
+from diagkit.trace.schema import BUFFER, PARAMETER, Cause, Residency
 from diagkit.trace.values import clip
 from diagkit.views.report.failures import Fate, Told
 
@@ -73,7 +73,7 @@ def _apart(finding: Finding) -> str:
         )
     else:
         done = tr("left this behind: {seen}", seen=seen)
-    where = f"{cause.frame.function} ({_place(cause.frame)})" if cause.frame else tr("a line that was not recorded")
+    where = f"{cause.frame.function} ({cause.frame.place})" if cause.frame else tr("a line that was not recorded")
     what = tr("{where} called {call}, which {done}", where=where, call=public_call(cause), done=done)
     return tr("In {phase}, {what}.", phase=finding.phase, what=what) if finding.phase else f"{what}."
 
@@ -87,10 +87,6 @@ def _where(fact: Residency) -> str:
 def _memory(storage: str) -> str:
     device, pinned, _ = storage.partition(" pinned")
     return tr("in pinned {device} memory", device=device) if pinned else tr("on {device}", device=device)
-
-
-def _place(frame: Frame) -> str:
-    return f"{frame.file.rpartition('/')[2]}:{frame.line}"
 
 
 def public_call(cause: Cause) -> str:
