@@ -18,7 +18,7 @@ from diagkit.errors import UsageError
 from diagkit.language import language
 from diagkit.trace import Trace
 from diagkit.trace.reader import RankTrace, read_rank
-from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, Failure
+from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, Change, Failure
 from diagkit.views.report import Report, compose, render, write
 from diagkit.views.report.data import data, json_text, schema
 from diagkit.views.report.markdown import code, markdown, text
@@ -189,8 +189,50 @@ def test_a_run_that_never_came_so_far_proves_nothing() -> None:
 def test_what_is_new_after_a_fix_is_told_too() -> None:
     fix = compose(engine_trace(), Trace({0: story(phase(2, "save"), fails(3, "load", "ValueError"))})).fix
     assert fix is not None
-    assert fix.verdict == "held"
+    assert fix.verdict == "fails"
     assert [check.what for check in fix.checks if check.outcome == "new"] == ["Module.state_dict raises ValueError"]
+
+
+FAILURES = [
+    ("in the same phase", fails(2, "save", "MoveBlocked", "stopped"), "fails"),
+    ("where the first had phases and this one has none", fails(0, "", "MoveBlocked", "stopped"), "fails"),
+    ("of the same type, with another text", fails(2, "save", "RuntimeError", "disk full"), "fails"),
+    (
+        "with the same text on another device",
+        fails(2, "save", "RuntimeError", SPLIT_MESSAGE.replace("npu:0", "npu:3")),
+        "not held",
+    ),
+    ("with the same text where it has no phases", fails(0, "", "RuntimeError", SPLIT_MESSAGE), "not held"),
+]
+
+
+@pytest.mark.parametrize(("step", "verdict"), [case[1:] for case in FAILURES], ids=[case[0] for case in FAILURES])
+def test_a_second_run_that_fails_is_no_fix(step: Callable[[Rank], None], verdict: str) -> None:
+    before = Trace({0: story(fails(2, "save", "RuntimeError", SPLIT_MESSAGE))})
+    fix = compose(before, Trace({0: story(step)})).fix
+    assert fix is not None
+    assert fix.verdict == verdict
+    assert ("MoveBlocked" in fix.sentence) == (fix.failure == "Module.state_dict raises MoveBlocked")
+    assert (verdict == "fails") == any(check.outcome == "new" for check in fix.checks)
+
+
+def test_what_was_beside_the_trouble_and_stays_does_not_undo_the_fix() -> None:
+    def unpinned(trace: Rank) -> None:
+        slow = trace.writer.fact_id(on("cpu", False, flat_device="cpu", flat_pinned=False))
+        trace.writer.moment(CALL, "Module._apply", 0, [Change(0, 1, slow)])
+
+    def split(trace: Rank) -> None:
+        apart = trace.writer.fact_id(on(trace.device, True, "cpu"))
+        change = [Change(1, trace.count - 1, apart)]
+        trace.writer.moment(CALL, "Module._apply", 0, change, cause=cause("Module.to"))
+
+    before = story(unpinned, split, fails(2, "save", "RuntimeError", SPLIT_MESSAGE))
+    fix = compose(Trace({0: before}), Trace({0: story(unpinned, phase(2, "save"))})).fix
+    assert fix is not None
+    told = {check.what.partition(" ")[0]: check.outcome for check in fix.checks}
+    assert told == {"DK101": "gone", "DK701": "still there", "Module.state_dict": "gone"}
+    assert fix.verdict == "held"
+    assert fix.sentence.endswith("Beside it 1 thing is still there or new.")
 
 
 # ---- the forms

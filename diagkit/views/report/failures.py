@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from diagkit.diagnosis.signatures import said
 from diagkit.language import tr
 from diagkit.trace import RankTrace, Trace
 from diagkit.trace.schema import Cause, Moment
 
 __all__ = ["Fate", "Told", "failures", "fates", "told_rank"]
 
+_VARIES = re.compile(r"\S*/\S*|0x[0-9a-f]+|:?\d+")
 _INDEX = re.compile(r"(?<=\b[a-z]{3}):\d+\b|(?<=\bcuda):\d+\b|, index=\d+|\brank \d+\b")
 
 
@@ -30,6 +32,16 @@ class Told:
     seconds: float
     cause: Cause | None
     moment: int  # its index on the lowest of the ranks
+
+    def like(self, other: Told) -> bool:
+        """Whether it is the failure of another run once more: another error in the same phase is another failure."""
+        if self.phase and other.phase and self.phase != other.phase:
+            return False  # a run without phases cannot say where
+        return self._kind() == other._kind()
+
+    def _kind(self) -> tuple[object, ...]:
+        # Paths, sizes and devices in a text differ by run; of a known text nothing but its meaning counts.
+        return self.type, said(self.message) or _VARIES.sub("", self.message)
 
 
 @dataclass(frozen=True, slots=True)
