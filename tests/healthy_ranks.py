@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -101,6 +102,27 @@ def pinned_policy(watch: Watch) -> None:
     _train(watch, bench)
     bench.optimizer.zero_grad()
     watch.look("without gradients", bench.model, bench.optimizer)
+
+
+@scenario(ranks=2)
+def looked_at_by_a_monitor(watch: Watch) -> None:
+    """Another thread looks in the middle of a pass."""
+    bench = build(DECODER, "pinned")
+    watch.begin(bench.model, bench.optimizer)
+
+    def look(label: str) -> None:
+        monitor = threading.Thread(target=watch.look, args=(label, bench.model, bench.optimizer))
+        monitor.start()
+        monitor.join()
+
+    def in_forward(module: nn.Module, inputs: object, output: Tensor) -> None:
+        look("in forward")
+        output.register_hook(lambda gradient: look("in backward"))
+
+    with bench.model.get_submodule("layers.0").register_forward_hook(in_forward):
+        bench.train()
+    watch.answer["looks"] = [label for label in watch.answer if label.startswith("in ") and " " not in label[3:]]
+    _train(watch, bench)
 
 
 @scenario()

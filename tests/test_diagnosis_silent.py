@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(900)
 
 CONTROLS = [
     "pinned_policy",
+    "looked_at_by_a_monitor",
     "unpinned_policy",
     "root_left_gathered",
     "one_visible_device",
@@ -102,6 +103,7 @@ def test_a_healthy_state_is_silent(ran: Ran, name: str) -> None:
 def test_the_controls_are_what_they_say(ran: Ran) -> None:
     """A control that is not in the odd state that it stands for proves nothing."""
     first = {name: answers[0] or {} for name, answers in ran.answers.items()}
+    assert first["looked_at_by_a_monitor"]["looks"] == ["in forward", "in backward"]
     assert first["root_left_gathered"]["plain in the slot"] is True
     assert (ran.answers["nothing_on_this_rank"][1] or {})["elements"] == 0
     assert first["export_copies"]["exported"] == ["npu"]

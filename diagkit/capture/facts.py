@@ -63,20 +63,18 @@ class GroupWatch:
         try:
             root = state._is_root
             # What is done once stays done, unless the root mark is taken away again.
-            done = root is not None and self.last is not None and self.last[3] == "done"
+            done = root is not None and self.last is not None and self.last[5] == "done"
             now = (
                 None if group is None else group._sharded_state,
-                (group or state)._training_state,
+                *_passing(state, group or state),
                 root,
                 "done" if done else internals.lazy_init_state(state),
-                internals.backward_pending(state),
-                internals.backward_running(),
                 self.stale,
             )
             if now != self.last or self.facts is None:
                 if self.fixed is None:
                     self.fixed = {} if group is None else _fixed(group)
-                sharded, training, root, lazy, pending, running, stale = now
+                sharded, training, pending, running, root, lazy, stale = now
                 self.facts = GroupFacts(
                     **self.fixed,
                     sharded_state=internals.enum_name(sharded),
@@ -91,6 +89,18 @@ class GroupWatch:
         except Exception as error:
             return GroupFacts(unreadable=f"{type(error).__name__}: {error}, on torch {torch.__version__}"[:200])
         return self.facts
+
+
+def _passing(state: Any, group: Any) -> tuple[Any, bool, bool]:
+    """Training state, whether the final callback is queued, and whether a backward pass is running, in this thread or in
+    another. What seems to be broken off is read twice: the pass may have come to its end between the readings."""
+    for _ in range(2):
+        training, pending = group._training_state, internals.backward_pending(state)
+        running = internals.backward_running()
+        broken = not running and (pending or internals.enum_name(training) == "post_backward")
+        if not broken or (running := internals.backward_elsewhere()):
+            break
+    return training, pending, running
 
 
 def _fixed(group: Any) -> dict[str, Any]:
