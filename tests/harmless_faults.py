@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 import diagkit as dk
 from diagkit import capture
-from diagkit.capture import hooks
+from diagkit.capture import cause, hooks
 from diagkit.trace import open_trace
 from diagkit.trace.schema import Residency
 
@@ -206,6 +206,7 @@ def main(folder_name: str, share: int, shares: int) -> None:
     used = [entry for entry in functions() if code_of(vars(entry[1])[entry[2]]) in called]
     for number, (name, owner, attribute) in enumerate([("nothing", types, "none"), *used[share::shares]]):
         place = folder / f"{number:03d}"
+        cause._known.clear()  # what an earlier job met would be told from memory
         report: dict[str, Any] = {"folder": place.name}
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")

@@ -2,6 +2,10 @@
 
 Every recipe uses what users use: moves, loads, forward and backward passes that fail. Splits made by hand alone
 write to a private attribute, as the code that causes it in the field does.
+
+Without a state are hazards in which each of these operations does what it does in a healthy model: memory held twice
+(DK702) and groups that disagree (DK802a). A tie that came apart (DK203) is the state of its dead optimizer where a load
+parted it, and a healthy model of one parameter more where materialising did.
 """
 
 from __future__ import annotations
