@@ -43,7 +43,7 @@ def main():
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
     pip += ["-c", _constraints(venv, args.torch), *shlex.split(args.pip_args)]
     # The pip that a Python ships may be years old and resolves worse. No harm if a newer one is not to be had.
-    _pip([*pip, "--quiet", "pip", "setuptools"], log, must=False)
+    _pip([*pip, "--quiet", "pip", "setuptools>=77"], log, must=False)
     _say(2, "installing torch {}".format(args.torch))
     index = ["--index-url", args.torch_index] if args.torch_index else []
     _pip([*pip, *index, "torch==" + args.torch], log)
