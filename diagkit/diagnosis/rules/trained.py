@@ -89,9 +89,12 @@ def dead_optimizer(it: Subject) -> bool:
     than the number of parameters.
 
     Remedy: Build the optimizer last: after `fully_shard`, after a load by assignment, and while the model is sharded
-    (`model.reshard()` first where a forward without backward came before).
+    (`model.reshard()` first where a forward without backward came before). Drop the model's gradients then: the dead
+    optimizer's `zero_grad()` never reached them, so that those of all its steps have piled up.
 
-    Call: optimizer = type(optimizer)(model.parameters(), **optimizer.defaults)
+    Call: model.zero_grad()
+
+    optimizer = type(optimizer)(model.parameters(), **optimizer.defaults)
 
     Seen in: accelerate #4142 #3859 #3394; SimpleTuner #1886; Megatron-LM #5790
 
