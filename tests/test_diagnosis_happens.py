@@ -332,7 +332,6 @@ def test_a_child_called_by_itself_and_a_gathered_parameter_are_explained(ran: Ra
         assert answer["explained"] == "DK602"
 
 
-@pytest.mark.skipif(torch_version() < (2, 13), reason="torch version: these states were measured on 2.13")
 @pytest.mark.parametrize(
     ("scenario", "operation", "outcome"),
     [
