@@ -106,7 +106,7 @@ def test_threads_train_undisturbed_while_another_attaches_records_and_guards_two
         except BaseException as error:
             faults.append(error)
 
-    def asked(module: nn.Module, fn: Any) -> None:
+    def asked(module: nn.Module, fn: Any, recurse: bool) -> None:
         """A gate as a guard has one, with no say in any of these models."""
 
     def come_and_go() -> None:

@@ -1,8 +1,9 @@
 """Who is asked before a module's `_apply` runs: `remedy`'s guards.
 
 They share the recorder's patches (`hooks`), because two tools that each wrap the same function and leave in any order
-could not both give back what they found. A gate is asked once for a whole call: the same function on its way to the
-children of a module that was let pass is no call of its own.
+could not both give back what they found. A gate is asked once for a module and all in it: the same function on its way
+to the children is no call of its own. A module that forwards the call to one that it hides from its children
+(`object.__setattr__`, a list) is another matter: nobody knew of that one, so it is asked about.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from typing import Any
 
 from torch import nn
 
-#: ``gate(module, fn)``: True where the call is not to run (it is answered with the module), False where it may, None
-#: where the module is none of its own. It may raise.
-Gate = Callable[[nn.Module, Any], bool | None]
+from diagkit import torch_internals as internals
+
+Function = Callable[[Any], Any]
+#: ``gate(module, fn, recurse)``: True where the call is not to run (it is answered with the module), False where it
+#: may, a function that is to be applied instead of ``fn``, or None where nothing in the module is the gate's. It may
+#: raise.
+Gate = Callable[[nn.Module, Function, bool], "Function | bool | None"]
 
 #: The gates that stand, the newest first.
 standing: tuple[Gate, ...] = ()
@@ -36,14 +41,25 @@ def remove(gate: Gate) -> None:
 
 def through(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a call of `_apply` if the newest gate that knows the module lets it pass."""
-    fn = kwargs["fn"] if "fn" in kwargs else args[1] if len(args) > 1 else None
-    outer = getattr(_here, "fn", None)
-    if not args or (fn is outer and fn is not None):
+    given = dict(zip(("module", "fn", "recurse"), args, strict=False)) | kwargs
+    module, fn, recurse = given.get("module"), given.get("fn"), bool(given.get("recurse", True))
+    before = getattr(_here, "asked", None)
+    if module is None or fn is None or (before is not None and fn is before[0] and id(module) in before[1]):
         return call(*args, **kwargs)
-    if next((answer for gate in standing if (answer := gate(args[0], fn)) is not None), False):
-        return args[0]
-    _here.fn = fn
+    inside = {id(part) for part in parts(module, recurse)}
+    _here.asked = fn, inside
     try:
-        return call(*args, **kwargs)
+        answer = next((said for gate in standing if (said := gate(module, fn, recurse)) is not None), False)
+        if answer is True:
+            return module
+        if answer is False:
+            return call(*args, **kwargs)
+        _here.asked = answer, inside
+        return call(module, answer, recurse)
     finally:
-        _here.fn = outer
+        _here.asked = before
+
+
+def parts(module: nn.Module, recurse: bool) -> list[nn.Module]:
+    """The modules that a call of `_apply` goes to."""
+    return [part for _, part in internals.named_modules(module)] if recurse else [module]

@@ -1,11 +1,9 @@
 """`guard`: no whole-model move of parameters that the offload policy keeps on the CPU.
 
-How a move is recognised: `_apply` gets a function and says nothing of what it will do, so the function is tried on an
-empty CPU tensor (no element, no byte; the parameters' dtype), and where the result is tells where parameters would go.
-That holds for `to`, `cuda`, `npu`, `cpu`, `to_empty`, `type`, casts and a user's own function alike, and on a plug-in's
-device, whose functions no list of closures would know. A function that fails on the empty tensor is let pass: it fails,
-or does something else than moving. What `_apply` is not called for (single tensors, `load_state_dict`, optimizers) no
-guard sees.
+What a call of `_apply` would do is known beforehand where its function is one of PyTorch's own (`functions`): then all
+is decided before anything moves. A function of the user's own is watched instead: each result of it is looked at before
+`_apply` puts it into the module, so what is stopped is the first parameter under the policy, and what came before it in
+the same call has gone. What `_apply` is not called for (single tensors, `load_state_dict`, optimizers) no guard sees.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -22,9 +20,10 @@ from torch import nn
 
 from diagkit import torch_internals as internals
 from diagkit.capture import hooks
-from diagkit.capture.residency import quiet
+from diagkit.capture.gates import Function, parts
 from diagkit.errors import UsageError
-from diagkit.remedy.moves import Kept, Move, move_others
+from diagkit.remedy.functions import abroad, is_torchs_own, tried
+from diagkit.remedy.moves import Move, cast_all, move_others
 from diagkit.remedy.offloaded import Offloaded, is_engine, models_in, offloaded
 from diagkit.remedy.ready import check
 
@@ -43,10 +42,13 @@ def guard(model: object, on_move: str = "raise") -> Guard:
 
     ``model`` is a module, several (by name or in a list), or an engine, whose models are looked for at each move.
     ``on_move``: ``"raise"`` a `MoveBlocked` before anything is moved; ``"skip"``: parameters under the policy and all
-    buffers stay, other parameters move, and the call returns the module as ever; ``"warn"``: the move goes on, with
-    one `MoveWarning` for each line that moves. What does no harm passes: moves to the CPU, casts, `load_state_dict`,
-    copies of single tensors, models without the policy. It is in force in all threads. Of several guards over one model
-    the last one entered decides. All ranks must guard alike, or they part where one of them raises.
+    buffers stay, other parameters move, a cast asked for in the same call is done to all, and the call returns the
+    module as ever; ``"warn"``: the move goes on, with one `MoveWarning` for each line that moves. What does no harm
+    passes: moves to the CPU, casts, `load_state_dict`, copies of single tensors, models without the policy. A function
+    of your own given to `_apply` is stopped at the first parameter that it would move, and not before it was called.
+    It is in force in all threads, and until it is closed: without ``with``, call `close()`; letting go of it ends
+    nothing. Of several guards over one model the last one entered decides. All ranks must guard alike, or they part
+    where one of them raises.
 
     Raises:
         UsageError: nothing to guard; an unknown ``on_move``; or it is too early, because the model is not sharded yet,
@@ -64,7 +66,8 @@ def guard(model: object, on_move: str = "raise") -> Guard:
 
 
 class Guard:
-    """A guard in force; a context manager that closes it at its end. ``stopped`` counts the moves it met, by line."""
+    """A guard in force; a context manager that closes it at the end of the outermost ``with``, and puts a closed one in
+    force again. ``stopped`` counts the moves it met, by line."""
 
     def __init__(self, subject: object, on_move: str) -> None:
         self.on_move = on_move
@@ -73,6 +76,7 @@ class Guard:
         self._models = _weakly(subject)
         self._faults = 0
         self._gate = self._asked  # one object: a bound method is made anew at each look
+        self._entered = 0
         self.closed = False
         hooks.add_gate(self._gate)
 
@@ -83,57 +87,96 @@ class Guard:
             hooks.remove_gate(self._gate)
 
     def __enter__(self) -> Guard:
+        if self.closed:
+            check(models_in(self._models()), self._models())
+            self.closed = False
+            hooks.add_gate(self._gate)
+        self._entered += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self._entered -= 1
+        if self._entered <= 0:
+            self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"on_move={self.on_move!r}"
         told = "".join(f"\n  {line}" + (f" ×{n}" if n > 1 else "") for line, n in self.stopped.items())
         return f"<Guard of {self._what}, {state}>{told}"
 
-    def _asked(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool | None:
-        """The answer to one call of `_apply`: None for a stranger's, else whether it is not to run."""
+    def _asked(self, module: nn.Module, fn: Function, recurse: bool) -> Function | bool | None:
+        """The answer to one call of `_apply` (see `gates`)."""
         try:
-            kept = self._kept()
-            move = self._judged(module, fn, kept)
+            known = is_torchs_own(fn)
+            result = tried(fn) if known else None
+            if known and not abroad(result):
+                return False
+            moved = self._moved(module, recurse)
+            if not moved:
+                return None
+            if result is None:
+                return self._watched(module, fn, recurse, moved)
+            move = Move.of(module, result.device, moved, recurse)
         except Exception as error:  # our own fault is no reason to stop a job
             self._confess(error)
             return False
-        if not isinstance(move, Move):
-            return move
+        self._meet(move)
+        if self.on_move == "warn":
+            return False
+        cast_all(module, fn, recurse)
+        move_others(module, fn, recurse, _held(moved))
+        return True
+
+    def _moved(self, module: nn.Module, recurse: bool) -> list[Offloaded]:
+        """The parameters to watch over that a call of the module's `_apply` reaches: FSDP2's slots, whatever is in them
+        now, and any other slot that holds the same parameter."""
+        slots: set[tuple[int, str]] = set()
+        values: set[int] = set()
+        for part in parts(module, recurse):
+            for slot, value in part._parameters.items():
+                slots.add((id(part), slot))
+                values.add(id(value))
+
+        def reached(record: Any) -> bool:
+            return id(record.sharded_param) in values or any(
+                (id(part), slot) in slots for part, slot in internals.param_slots(record)
+            )
+
+        if not slots:
+            return []
+        found = (entry for root in models_in(self._models()).values() for entry in offloaded(root, reached))
+        return list({id(entry.record): entry for entry in found}.values())
+
+    def _meet(self, move: Move) -> None:
+        """Counts a move, and raises or warns as the guard was told to."""
         first = move.line not in self.stopped
         self.stopped[move.line] = self.stopped.get(move.line, 0) + 1
         if self.on_move == "raise":
             raise move.blocked()
-        if self.on_move == "warn":
-            if first:
-                warnings.warn_explicit(str(move.blocked()), MoveWarning, move.file, move.number)
-            return False
-        move_others(module, fn, kept)
-        return True
+        if self.on_move == "warn" and first:
+            warnings.warn_explicit(str(move.blocked()), MoveWarning, move.file, move.number)
 
-    def _judged(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], kept: Kept) -> Move | bool | None:
-        """The harmful move that a call of `_apply` would be, False for a harmless one, None for a stranger's."""
-        inside = {id(part) for _, part in internals.named_modules(module)}
-        moved = list({id(entry.record): entry for (part, _), entry in kept.items() if part in inside}.values())
-        if not moved:
-            return None
-        target = where_to(fn, moved[0])
-        if target is None or target.type in ("cpu", "meta"):
-            return False
-        return Move.of(module, target, moved, inside)
+    def _watched(self, module: nn.Module, fn: Function, recurse: bool, moved: list[Offloaded]) -> Function:
+        """The function, held to what the guard allows; it is called as often, and with the same tensors, as ever."""
+        parameters = {id(entry.record.sharded_param) for entry in moved}
+        gradients = {id(entry.record.sharded_param.grad) for entry in moved}
+        buffers = {id(buffer) for part in parts(module, recurse) for buffer in part._buffers.values()}
+        met = False
 
-    def _kept(self) -> Kept:
-        """The parameters to watch over."""
-        kept: Kept = {}
-        for root in models_in(self._models()).values():
-            for entry in offloaded(root):
-                kept.update(((id(module), slot), entry) for module, slot in internals.param_slots(entry.record))
-        return kept
+        def watched(tensor: torch.Tensor) -> Any:
+            nonlocal met
+            result = fn(tensor)
+            if not abroad(result) or tensor.device.type != "cpu":
+                return result
+            if id(tensor) in parameters and not met:
+                met = True
+                self._meet(Move.of(module, result.device, moved, recurse))
+            stays = id(tensor) in parameters or (met and (id(tensor) in gradients or id(tensor) in buffers))
+            return tensor.to(result.dtype) if stays and self.on_move == "skip" else result
+
+        return watched
 
     def _confess(self, error: Exception) -> None:
         self._faults += 1
@@ -142,13 +185,11 @@ class Guard:
                 warnings.warn(f"diagkit's guard could not judge a move: {type(error).__name__}: {error}", stacklevel=2)
 
 
-def where_to(fn: Callable[[torch.Tensor], torch.Tensor], entry: Offloaded) -> torch.device | None:
-    """The device to which a function given to `_apply` would bring an offloaded parameter; None: it cannot be told."""
-    try:
-        with quiet(), torch.no_grad():
-            return fn(torch.empty(0, dtype=entry.record.sharded_param.dtype, device="cpu")).device
-    except Exception:
-        return None
+def _held(entries: Iterable[Offloaded]) -> Callable[[nn.Module, str], bool]:
+    """Whether a module's slot holds one of these parameters."""
+    slots = {(id(part), slot) for entry in entries for part, slot in internals.param_slots(entry.record)}
+    values = {id(entry.record.sharded_param) for entry in entries}
+    return lambda part, slot: (id(part), slot) in slots or id(part._parameters[slot]) in values
 
 
 def _weakly(subject: object) -> Callable[[], Any]:

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from diagkit import torch_internals as internals
 from diagkit.capture.cause import from_stack
+from diagkit.capture.gates import Function, parts
 from diagkit.errors import MoveBlocked
+from diagkit.remedy.functions import cast_of
 from diagkit.remedy.offloaded import Offloaded
-
-#: Parameters that stay, by the id of a module and the name of its slot.
-Kept = dict[tuple[int, str], Offloaded]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +30,11 @@ class Move:
     function: str
 
     @classmethod
-    def of(cls, module: nn.Module, target: torch.device, moved: Sequence[Offloaded], inside: set[int]) -> Move:
-        """The move of ``module`` (ids of it and all in it: ``inside``) that is on the stack now."""
+    def of(cls, module: nn.Module, target: torch.device, moved: Sequence[Offloaded], recurse: bool) -> Move:
+        """The move of ``module`` that is on the stack now."""
         cause = from_stack("Module._apply", (), "", 0)
         frame = cause.frame
+        inside = {id(part) for part in parts(module, recurse)}
         return cls(
             call=cause.chain[-1] if cause.chain[-1:] and "." in cause.chain[-1] else cause.operation,
             target=str(target),
@@ -85,16 +84,32 @@ def _harm(moved: Sequence[Offloaded], target: str, inside: set[int]) -> str:
     return f"puts its parameters wholly on {target}, and the next first forward or backward raises (DK103a)"
 
 
-def move_others(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], kept: Kept) -> None:
-    """Applies ``fn`` to the parameters inside ``module`` that are not ``kept``; buffers stay."""
-    for _, part in internals.named_modules(module):
+def cast_all(module: nn.Module, fn: Function, recurse: bool) -> None:
+    """Does of ``fn``, one of PyTorch's own, the cast alone, to all that it would have moved."""
+    dtypes = {
+        tensor.dtype
+        for part in parts(module, recurse)
+        for tensor in (*part._parameters.values(), *part._buffers.values())
+        if isinstance(tensor, torch.Tensor)
+    }
+    casts = {dtype: cast_of(fn, dtype) for dtype in dtypes}
+    if any(dtype is not cast for dtype, cast in casts.items()):
+        module._apply(lambda tensor: tensor.to(casts.get(tensor.dtype, tensor.dtype)), recurse)
+
+
+def move_others(module: nn.Module, fn: Function, recurse: bool, stays: Callable[[nn.Module, str], bool]) -> None:
+    """Applies ``fn`` to the parameters in ``module`` of whose slots ``stays`` is not true; buffers stay."""
+    shells = nn.Module()  # `_apply` itself decides how a parameter is exchanged
+    moving: list[tuple[nn.Module, nn.Module]] = []
+    for part in parts(module, recurse):
         others = {
-            name: value
-            for name, value in part._parameters.items()
-            if value is not None and (id(part), name) not in kept
+            slot: value for slot, value in part._parameters.items() if value is not None and not stays(part, slot)
         }
         if others:
-            shell = nn.Module()  # `_apply` itself decides how a parameter is exchanged
+            shell = nn.Module()
             shell._parameters.update(others)
-            shell._apply(fn)
-            part._parameters.update(shell._parameters)
+            shells.add_module(str(len(moving)), shell)
+            moving.append((part, shell))
+    shells._apply(fn)
+    for part, shell in moving:
+        part._parameters.update(shell._parameters)

@@ -7,7 +7,7 @@ way), and a mesh of CPUs, where there is nowhere else to be.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -35,15 +35,20 @@ def group_facts(state: Any, group: Any) -> GroupFacts:
     return GroupWatch(weakref.ref(state), None if group is None else weakref.ref(group)).read() or GroupFacts()
 
 
-def offloaded(root: nn.Module) -> Iterator[Offloaded]:
-    """Every parameter in the model that the policy keeps on the CPU, ties once."""
-    names = {id(module): name for name, module in internals.named_modules(root)}
+def offloaded(root: nn.Module, wanted: Callable[[Any], bool] | None = None) -> Iterator[Offloaded]:
+    """Every parameter in the model that the policy keeps on the CPU, ties once; ``wanted`` chooses records, and nothing
+    is read of groups that have none."""
+    names: dict[int, str] = {}
     for _, owner, state in internals.fsdp_states(root):
         for group in internals.state_groups(state):
+            records = [record for record in internals.group_params(group) if wanted is None or wanted(record)]
+            if not records:
+                continue
             facts = group_facts(state, group)
             if not facts.offload or facts.policy_flags or facts.mesh_device in (None, "cpu"):
                 continue
-            for record in internals.group_params(group):
+            names = names or {id(module): name for name, module in internals.named_modules(root)}
+            for record in records:
                 module, slot = internals.param_slots(record)[0]
                 prefix = names.get(id(module), "")
                 yield Offloaded(f"{prefix}.{slot}" if prefix else slot, record, group, facts, owner)
