@@ -195,10 +195,32 @@ TEXTS = [
     ("build.lab.internal", "ADDRESS1"),
     ("--api-key=abcdefg", "--api-key=SECRET1"),
     ("password: hunter22", "password: SECRET1"),
+    ("password='correct horse battery'", "password='SECRET1'"),
+    ("Authorization: Bearer eyJhbGciOiJI.QWxpY2U.c2ln ;", "Authorization: Bearer SECRET1 ;"),
+    ("'Authorization': 'Basic dXNlcjpwYXNz'", "'Authorization': 'Basic SECRET1'"),
+    ("sent bearer abc123", "sent bearer SECRET1"),
+    ("got eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N.", "got SECRET1."),
+    ("WANDB_KEY=abcdefgh SSH_PASS=hunter2", "WANDB_KEY=SECRET1 SSH_PASS=SECRET2"),
+    ("{'private_key': 'a b c'}", "{'private_key': 'SECRET1'}"),
+    ("MASTER_ADDR=node17", "MASTER_ADDR=ADDRESS1"),
+    ("host=gpu-17.acme.io port 22", "host=ADDRESS1 port 22"),
+    ("server: gpu17, endpoint hostname='lab'", "server: ADDRESS1, endpoint hostname='ADDRESS2'"),
+    ("USER=alice, owner='bob'", "USER=USER1, owner='USER2'"),
+    ("No such file: data\\alice\\ckpt.pt", "No such file: PATH1"),
+    ("data\\secret.pt and a\\b\\c", "PATH1 and PATH2"),
+    ("wrote /mnt/alice smith/secret project/ckpt.pt now", "wrote PATH1 now"),
+    ("C:\\Users\\alice smith\\x.pt is gone", "PATH1 is gone"),
+    ("gpu-17.acme.net, server.acme.io and acme.ai", "ADDRESS1, ADDRESS2 and ADDRESS3"),
+    ("gpu-17.rack.acme answers", "ADDRESS1 answers"),
+    ("code.acme.dev:443", "ADDRESS1:443"),
 ]
 KEPT = [
     "npu:0/cpu pinned", "forward/backward", "2.13.0+cpu", "c10::Error", "engine.py:1234", "12:34:56", "x = y / 2",
-    "max_tokens=4096", "model.layers.0.mlp.up_proj.weight", "cpu:gloo,npu:hccl", "Module._apply", 'device "npu:0".',
+    "max_tokens=4096", "self.net", "model.net(x)", "x = net.io.read()", "torch.npu.FloatTensor",
+    "qwen-2.5.7b.safetensors",
+    "torch-2.13.0+cpu", "node=0", "device: host=cpu", "a key: layers.0", "key=lambda x: x", 'print("a\\nb")',
+    "the bearer of 3", "host memory: 3 GB", "logger.info",
+    "model.layers.0.mlp.up_proj.weight", "cpu:gloo,npu:hccl", "Module._apply", 'device "npu:0".',
     *(pattern.pattern for pattern in SIGNATURES.values()),
 ]  # fmt: skip
 
@@ -211,6 +233,24 @@ def test_what_is_private_is_known_by_its_form(text: str, expected: str) -> None:
 @pytest.mark.parametrize("text", KEPT)
 def test_what_only_looks_like_it_is_kept(text: str) -> None:
     assert Redactor().text(text) == text
+
+
+def test_a_part_of_the_model_that_is_named_like_a_host_is_kept() -> None:
+    redactor = Redactor()
+    redactor.traces(engine_trace(["critic.net.weight", "tower-1.block.io.weight"]))
+    texts = ["critic.net is frozen", "in tower-1.block.io", "see model.critic.net"]
+    assert [redactor.text(text) for text in texts] == texts
+    assert redactor.text("critic.acme.net") == "ADDRESS1"
+
+
+def test_a_host_that_one_message_names_is_taken_out_of_all() -> None:
+    sink = MemorySink()
+    writer = TraceWriter(sink, Header(run="run-1"))
+    for message in ("MASTER_ADDR=node17 does not answer", "lost node17 after 3 s"):
+        writer.moment(FAILURE, "init", 0, [], failure=Failure("RuntimeError", message, "init"))
+    trace = redacted(Trace({0: read_rank(sink.lines)}))
+    told = [moment.failure.message for moment in trace[0].failures if moment.failure]
+    assert told == ["MASTER_ADDR=HOST1 does not answer", "lost HOST1 after 3 s"]
 
 
 @given(st.text(max_size=200))

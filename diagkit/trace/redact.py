@@ -25,29 +25,48 @@ __all__ = ["Redactor", "add_arguments", "asked", "redacted"]
 
 T = TypeVar("T")
 
-_SECRET_NAME = r"[\w-]{0,40}(?:token|secret|passw(?:or)?d|api[_-]?key|credential)[\w-]{0,40}"
+_SECRET = r"token|secret|passw(?:or)?d|passphrase|credential|cookie|(?:api|access|private|auth)[_-]?key"
+_SECRET_NAME = rf"[\w-]{{0,40}}(?:{_SECRET})[\w-]{{0,40}}"
 _TAIL = r"[^\s/\\\"'<>:,;()\[\]{}|]+"
+#: What stands between a name and its value, and values that are no name of anybody's.
+_IS = r"[\"']?\s*[=:]\s*[\"']?"
+_PLAIN = r"(?!(?:\d+|0x\w*|None|True|False|localhost|cpu|npu|cuda|xpu)\b)"
+#: Endings of host names. Those that are also names in programs (`self.net`) are taken for such there.
+_ENDINGS = "com|org|edu|gov|cn|de|uk|fr|jp|kr|ru|eu|tw|hk|sg|ch|nl|se|au|ca|internal|intranet|corp|lan|cluster\\.local"
+_SHORT_ENDINGS = "io|ai|net|dev|cloud|co|us|local|tech|app|xyz"
 #: What is private by its form, in the order in which it is looked for at one place of a text. Words are looked at from
 #: their beginning alone, so that a hostile text costs no more than its length.
 _FORMS = {
-    "secret": rf"(?<![\w-])(?i:{_SECRET_NAME}[\"']?\s*[=:]\s*[\"']?)(?P<value>(?!\d+\b)[^\s\"',;&]{{4,}})",
-    "known_secret": r"\b(?:hf|ghp|gho|ghs|sk|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b",
+    "secret": rf"(?:(?<![\w-])(?:(?i:{_SECRET_NAME})|[A-Z][A-Z0-9_]{{0,40}}(?:KEY|PASS|PWD|AUTH)){_IS}"
+    rf"|(?<![\w-])(?i:authorization{_IS}(?:[\w-]{{1,20}}[ ]+)?|bearer[ ]+))"
+    r"(?P<value>(?<=[\"'])[^\"'\n]+(?=[\"'])|(?!\d+\b)[^\s\"',;&]{4,})",
+    "known_secret": r"\b(?:hf|gh[opsu]|github_pat|sk|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b"
+    r"|\beyJ[\w-]{5,}\.[\w-]+(?:\.[\w-]*)?",
     "url": r"\b[a-zA-Z][a-zA-Z0-9+.-]{1,20}://[^\s\"'<>]+",
     "account": r"(?<![\w.+-])(?P<user>[\w.+-]+)@(?P<at>\w[\w.-]*\w)",
     "quoted": r"(?P<quote>[\"'])(?P<inside>(?:~[\w-]*|[A-Za-z]:|\.{1,2})?[/\\][^\"'\n]+)(?P=quote)",
+    "a_host": rf"(?<![\w-])(?i:[\w-]{{0,40}}(?:addr(?:ess)?|host(?:name)?|server|node|machine))(?:[\"']?\s*=\s*[\"']?"
+    rf"|[\"']?:\s*[\"']?(?=[\w.-]*\d)){_PLAIN}(?P<the_host>\w[\w.-]*\w)",
+    "a_user": r"(?<![\w-])(?i:[\w-]{0,20}user(?:name)?|owner|login)[\"']?\s*=\s*[\"']?"
+    rf"{_PLAIN}(?P<the_user>\w[\w.-]+)",
     "share": rf"\\\\{_TAIL}(?:\\{_TAIL})+",
-    "drive": rf"\b[A-Za-z]:[\\/](?:{_TAIL}[\\/]?)*",
+    "drive": rf"\b[A-Za-z]:[\\/](?:{_TAIL}[\\/]?)*(?:[ ]{_TAIL}[\\/](?:{_TAIL}[\\/]?)*)*",
+    "backward": r"(?<![\w.~/\\-])[\w.-]+(?:(?:\\\w[\w.-]*){2,}|\\\w[\w-]*\.\w{1,12}\b)",
     "relative": r"(?<![\w.~/\\-])[\w.-]+(?:/[\w.-]+)*/[\w.-]+(?:\.\w{1,12}\b|/[\w.-]*)",
-    "path": rf"(?<![\w.~/)\]}}])(?:~[\w-]*|\.{{1,2}})?/(?:{_TAIL}/?)+",
+    "path": rf"(?<![\w.~/)\]}}])(?:~[\w-]*|\.{{1,2}})?/(?:{_TAIL}/?)+(?:[ ]{_TAIL}/(?:{_TAIL}/?)*)*",
     "mac": r"\b(?:[0-9A-Fa-f]{2}[:-]){5}[0-9A-Fa-f]{2}\b",
     "ip": r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)"
     r"|(?<![\w:])[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?![\w:])",
     "service": r"(?<![\w.-])(?![\w.-]*\.py:)(?=[\w.-]*[A-Za-z])[\w.-]+:\d{4,5}\b",
-    "domain": r"(?<![\w.-])(?i:(?:[a-z0-9-]+\.)+(?:com|org|edu|gov|cn|internal|intranet|corp|lan|cluster\.local)\b)",
+    "domain": rf"(?<![\w.-])(?i:(?:[a-z0-9-]+\.)+(?:(?:{_ENDINGS})\b|(?:{_SHORT_ENDINGS})\b(?!\.?\w|[(\[]|\s*=)))"
+    r"|(?<![\w.-])(?=[a-zA-Z0-9.]*-)(?:[a-zA-Z0-9-]+\.){2,}[a-zA-Z]{2,}\b(?![.-]?\w)",
 }
 _HOME = re.compile(r"(?:/(?:home|Users)/|[/\\]Users[/\\]|~)(?P<user>[\w.+-]{2,})")
 _CODE = re.compile(r"[^/\\]+\.(?:py|ipynb|cpp|cu|cc|h)", re.IGNORECASE)
 _NOTEBOOK = re.compile(r"ipykernel_|<ipython-input")
+_FILE = re.compile(
+    r".*\.(?:py|ipynb|sh|cpp|cu|cc|pt|pth|bin|ckpt|safetensors|json|jsonl|ya?ml|toml|txt|log|gz|whl|zip)"
+)
 _USER_KEY = re.compile(r"user|owner|mail|login|account|author", re.IGNORECASE)
 _HOST_KEY = re.compile(r"host|node|server|machine|cluster", re.IGNORECASE)
 
@@ -61,6 +80,10 @@ attribute object param_dtype orig_dtype reduce_dtype materialized when enabling 
 DTensor should t
 """
 _COMMON = frozenset(_COMMON_WORDS.split())
+#: How a dotted name in a program begins, that could be taken for a host's: `self.net`.
+_PROGRAMS = frozenset(
+    ("self", "cls", "model", "module", "torch", "nn", "np", "dist", "os", "sys", "args", "config", "engine", "trainer")
+)
 
 
 def redacted(trace: Trace, names: bool = False) -> Trace:
@@ -88,6 +111,7 @@ class Redactor:
         self._words: dict[str, dict[str, str]] = {}  # kind -> original -> word
         self._known: dict[str, str] = {}  # private wherever it stands: a host's name -> its word
         self._segments: dict[str, str] = {}  # words of parameter names
+        self._modules: set[str] = set()  # dotted names of the models' parts
         self._pattern = re.compile(_alternatives({}))
         self._texts: dict[str, str] = {}
         self._tables: dict[int, tuple[list[Row], list[Row]]] = {}  # by identity; the first keeps it valid
@@ -127,6 +151,7 @@ class Redactor:
             self._know_host(header.host)
             self._know("RUN", header.run)
             self._learn_job(header.job)
+            self._learn_modules(rank)
             if self.names:
                 self._learn_names(rank)
         if trace.path is not None:
@@ -137,6 +162,9 @@ class Redactor:
             for account in re.finditer(_FORMS["account"], text):
                 self._know_user(account["user"])
                 self._know_host(account["at"])
+            for field in re.finditer(_FORMS["a_host"], text):
+                if re.search(r"\d", field["the_host"]):  # a name without one may be a word of a program
+                    self._know("HOST", field["the_host"])
 
     def _learn_job(self, job: Mapping[str, Any]) -> None:
         for key, value in job.items():
@@ -146,6 +174,13 @@ class Redactor:
                 self._know_user(value)
             elif isinstance(value, str) and _HOST_KEY.search(str(key)):
                 self._know_host(value)
+
+    def _learn_modules(self, rank: RankTrace) -> None:
+        for row in rank.rows:
+            name = f"{row.model}.{row.name}"
+            while name and name not in self._modules:
+                self._modules |= {name, name.partition(".")[2]}
+                name = name.rpartition(".")[0]
 
     def _learn_names(self, rank: RankTrace) -> None:
         for name in dict.fromkeys(text for row in rank.rows for text in (row.model, row.name)):
@@ -176,17 +211,29 @@ class Redactor:
         kind = found.lastgroup or ""
         if kind == "secret":
             return text[: found.start("value") - found.start()] + self._word("SECRET", found["value"])
+        if kind in ("a_host", "a_user"):
+            its = found["the_host" if kind == "a_host" else "the_user"]
+            word = self._known.get(its) or self._word("ADDRESS" if kind == "a_host" else "USER", its)
+            return text.removesuffix(its) + word
         if kind == "known":
             return self._known[text]
+        if kind == "domain" and self._is_program(text):
+            return text
         if kind == "segment":
             return self._segments.get(text, text)
         if kind == "quoted":
             return found["quote"] + self.path(found["inside"]) + found["quote"]
-        if kind in ("path", "relative", "drive", "share"):
+        if kind in ("path", "relative", "drive", "share", "backward"):
             return text if text.strip("/").isdigit() else self.path(text)
         if kind == "ip" and not _is_address(text):
             return text
         return self._word("SECRET" if kind == "known_secret" else "ADDRESS", text)
+
+    def _is_program(self, name: str) -> bool:
+        """Whether a dotted name is a file's, or one of a part of a model or of a program."""
+        if _FILE.fullmatch(name) or name in self._modules:
+            return True
+        return "-" not in name and name.partition(".")[0] in _PROGRAMS
 
     # ---- the copy
 
