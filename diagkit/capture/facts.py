@@ -92,8 +92,10 @@ class GroupWatch:
 
 
 def _passing(state: Any, group: Any) -> tuple[Any, bool, bool]:
-    """Training state, whether the final callback is queued, and whether a backward pass is running, in this thread or in
-    another. What seems to be broken off is read twice: the pass may have come to its end between the readings."""
+    """Training state, whether the final callback is queued, and whether a backward pass is running in any thread.
+
+    What seems to be broken off is read twice: the pass may have come to its end between two readings.
+    """
     for _ in range(2):
         training, pending = group._training_state, internals.backward_pending(state)
         running = internals.backward_running()
