@@ -344,12 +344,12 @@ def engines(folder: Path) -> Any:
     return answers
 
 
-def main() -> None:
+def main(stories: dict[str, tuple[Callable[[Path], Any], int]]) -> None:
     folder = Path(sys.argv[1])
     only = sys.argv[2] if len(sys.argv) > 2 else ""
     warm_up()
     results: dict[str, Any] = {}
-    for name, (function, ranks) in STORIES.items():
+    for name, (function, ranks) in stories.items():
         if not name.startswith(only):
             continue
 
@@ -361,4 +361,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(STORIES)
