@@ -23,5 +23,20 @@ def main() -> None:
     sys.stdout.write(json.dumps({"cache": str(simulation.cache), "total": total, "name": simulation.name}) + "\n")
 
 
+def mesh() -> None:
+    """Prints whether the device was initialised before a mesh was made, and the device that the mesh chose."""
+    from diagkit.lab import simulate
+
+    simulate(announce=False)
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    module = torch.get_device_module("npu")
+    before = module.is_initialized()
+    init_device_mesh("npu", (2,))
+    print(json.dumps([before, module.current_device()]), flush=True)
+    torch.distributed.destroy_process_group()
+
+
 if __name__ == "__main__":
     main()

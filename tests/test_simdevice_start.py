@@ -193,3 +193,8 @@ def test_source_torch_and_compiler_each_change_the_cache_key(
     monkeypatch.setattr(build, "HERE", copied)
     keys.add(build.build_key(facts))
     assert len(keys) == 3
+
+
+def test_until_its_first_use_a_mesh_may_choose_the_device_by_local_rank(library: Path) -> None:
+    ranks = run_ranks(simdevice_start.mesh, 2, timeout=200)
+    assert [json.loads(rank.stdout.splitlines()[-1]) for rank in ranks] == [[False, 0], [False, 1]]

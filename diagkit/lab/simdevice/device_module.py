@@ -20,7 +20,7 @@ def make_device_module(name: str) -> types.ModuleType:
     """Builds the module that becomes ``torch.<name>``; ``name`` is the device type, such as ``"npu"``."""
     module = types.ModuleType(f"torch.{name}", f"Simulated accelerator {name!r}, brought by diagkit.")
     functions: dict[str, Any] = {
-        **_devices(name),
+        **_devices(name, module),
         **_streams(name),
         **_memory(name),
         **_random(name),
@@ -44,7 +44,12 @@ def _index(device: Any) -> int:
     return int(torch.accelerator.current_device_index()) if index is None else index
 
 
-def _devices(name: str) -> dict[str, Any]:
+def _devices(name: str, module: types.ModuleType) -> dict[str, Any]:
+    def lazy_init() -> None:
+        # PyTorch calls it at the first use from Python, as it does for torch.cuda; until then `init_device_mesh` may
+        # choose the device by LOCAL_RANK.
+        module._initialized = True  # type: ignore[attr-defined]
+
     class device:
         """Makes a device current inside a ``with``; ``device=None`` and negative indices change nothing."""
 
@@ -79,10 +84,10 @@ def _devices(name: str) -> dict[str, Any]:
         "device": device,
         "device_of": device_of,
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_initialized": True,  # activation checkpointing keeps random states only of a device that says so
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
+        "is_initialized": lambda: bool(module._initialized),
+        "_initialized": False,  # activation checkpointing keeps random states only of a device that says so
+        "init": lazy_init,
+        "_lazy_init": lazy_init,
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: int(torch.ops.diagkit_sim.device_count()),
         "current_device": lambda: int(torch.accelerator.current_device_index()),
