@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from trace_story import lines
@@ -14,7 +15,7 @@ from traces import Rank, cause, decoder_names, engine_trace, on
 
 from diagkit.cli import main
 from diagkit.errors import TraceError
-from diagkit.trace import Trace, open_trace, read_rank
+from diagkit.trace import RankTrace, Trace, open_trace, read_rank
 from diagkit.trace.compare import Comparison, compare
 from diagkit.trace.schema import CALL, ENTER, EXIT, GRADIENT, MARK, PARAMETER, Change, Failure, Header, Residency, Row
 from diagkit.trace.writer import MemorySink, TraceWriter
@@ -90,6 +91,12 @@ CASES: list[tuple[str, list[Step], list[Step], tuple[int, str, str] | None]] = [
     ("one failed", [BORN, ("sd", 2, None, BAD)], [BORN, ("sd", 2, None)], (2, "sd raised E: m", "")),
     ("both failed alike, with other words",
      [BORN, ("sd", 2, None, Failure("E", "0x1", "sd"))], [BORN, ("sd", 2, None, Failure("E", "0x2", "sd"))], None),
+    ("both failed alike, on other devices, in other folders, with other sizes",
+     [BORN, ("sd", 2, None, Failure("E", "npu:0 has no 20.5 GiB for /a/b.pt", "sd"))],
+     [BORN, ("sd", 2, None, Failure("E", "npu:1 has no 3 GiB for c/d.pt", "sd"))], None),
+    ("they failed of something else",
+     [BORN, ("sd", 2, None, Failure("E", "boom", "sd"))], [BORN, ("sd", 2, None, Failure("E", "out of memory", "sd"))],
+     (2, "sd raised E: boom", "sd raised E: out of memory")),
     ("they failed otherwise",
      [BORN, ("sd", 2, None, BAD)], [BORN, ("sd", 2, None, Failure("F", "m", "sd"))],
      (2, "sd raised E: m", "sd raised F: m")),
@@ -138,7 +145,7 @@ def test_ranks_that_part_alike_are_told_once_and_others_beside_them() -> None:
 def test_other_models_are_compared_in_what_they_share() -> None:
     found = compare(life(BORN, names=["a.0.w", "a.1.w", "b.w"]), life(BORN, names=["a.0.w", "a.1.w", "c.w"]))
     assert not found.equal and found.partings == ()
-    assert found.model == ("only A has 1 rows: b.w", "only B has 1 rows: c.w")
+    assert found.model == ("only A has 1 row: b.w", "only B has 1 row: c.w")
     assert repr(found).startswith("no difference in what both models have")
     moved = compare(
         life(BORN, ("to", 2, SPLIT), names=["a.0.w", "b.w"]), life(BORN, ("x", 2, None), names=["a.0.w", "c.w"])
@@ -159,7 +166,7 @@ def test_what_belongs_to_a_parameter_of_one_model_alone_is_not_compared() -> Non
         return Trace({0: read_rank(sink.lines)})
 
     found = compare(step(["a", "extra"]), step(["a"]))
-    assert found.partings == () and found.model == ("only A has 1 rows: extra",)
+    assert found.partings == () and found.model == ("only A has 1 row: extra",)
 
 
 def test_what_cannot_be_compared_is_said() -> None:
@@ -172,6 +179,42 @@ def test_what_cannot_be_compared_is_said() -> None:
     assert coarse.equal and "details differ" in coarse.notes[0]
     parted = compare(life(BORN, ("x", 2, None), detail="phases"), life(BORN, ("to", 2, SPLIT), ("again", 2, None)))
     assert (parted.partings[0].phase, parted.partings[0].second) == (2, "to")
+
+
+def test_a_device_of_another_type_makes_no_other_failure() -> None:
+    def failing(device: str) -> Trace:
+        failure = Failure("E", f"a storage on {device}:0, not on cpu", "sd")
+        return Trace({0: replaced(life(BORN, ("sd", 2, None, failure))[0], device=device)})
+
+    assert compare(failing("npu"), failing("cuda")).equal
+
+
+def replaced(rank: RankTrace, **header: object) -> RankTrace:
+    rank.header = replace(rank.header, **header)  # type: ignore[arg-type]
+    return rank
+
+
+def test_ranks_that_failed_of_different_things_are_told_apart() -> None:
+    def run(*messages: str) -> Trace:
+        lives = [life(BORN, ("sd", 2, None, Failure("E", message, "sd"))) for message in messages]
+        return Trace({number: its[0] for number, its in enumerate(lives)})
+
+    found = compare(run("boom", "boom"), run("out of memory", "timeout"))
+    assert [(p.ranks, p.second) for p in found.partings] == [
+        ((0,), "sd raised E: out of memory"),
+        ((1,), "sd raised E: timeout"),
+    ]
+
+
+def test_values_that_only_one_run_recorded_are_no_difference_and_a_note() -> None:
+    probed = ("born", 1, on("cpu", True, digest="ab"))
+    found = compare(life(probed), life(BORN))
+    assert found.equal
+    assert found.notes == ("values were recorded of parameters in A, of nothing in B: they are not compared",)
+    assert not compare(life(probed), life(("born", 1, on("cpu", True, digest="cd")))).equal
+    assert compare(life(probed), life(probed)).notes == ()
+    parted = compare(life(probed, ("to", 2, SPLIT)), life(BORN, ("x", 2, None)))
+    assert (parted.partings[0].phase, len(parted.notes)) == (2, 1)
 
 
 def test_runs_without_a_common_rank_are_an_error() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 from diagkit.errors import TraceError
 from diagkit.trace.merged import Trace
-from diagkit.trace.partings import Alignment, Parted, Walk, align
+from diagkit.trace.partings import Alignment, Parted, Walk, align, failed
 from diagkit.trace.patterns import compress
 from diagkit.trace.rank import RankTrace
-from diagkit.trace.schema import EngineFacts, Facts, GroupFacts, Moment, OptimizerFacts, Residency, Row
+from diagkit.trace.schema import EngineFacts, Facts, GroupFacts, Header, Moment, OptimizerFacts, Residency, Row
 from diagkit.trace.spans import spans_text
 from diagkit.trace.values import clip, printable
 
@@ -155,7 +155,7 @@ def compare(first: Trace, second: Trace) -> Comparison:
             remedy="Compare runs of which the same rank was recorded",
         )
     pairs = _Pairs(first, second)
-    notes = list(_notes(first, second, both))
+    notes = [*_notes(first, second, both), *_values(*pairs.probed)]
     walks = [pairs.walk((Residency,))]
     if first.world_size == second.world_size:
         # What groups, optimizers and engines say of themselves decides only where all tensors lived alike.
@@ -179,12 +179,13 @@ class _Pairs:
     def __init__(self, first: Trace, second: Trace) -> None:
         self._first = first
         self._second = second
+        self.probed = _probed(first), _probed(second)
         self._alignments: dict[tuple[int, int, int, int], Alignment] = {}
 
     def walk(self, kinds: tuple[type[Facts], ...]) -> Walk:
         details = {rank.header.detail for trace in (self._first, self._second) for rank in trace}
         loose = self._first.world_size != self._second.world_size
-        return Walk(kinds, edges_only=len(details) > 1, loose=loose)
+        return Walk(kinds, edges_only=len(details) > 1, loose=loose, values=self.probed[0] == self.probed[1])
 
     def alignment(self, first: RankTrace, second: RankTrace) -> Alignment:
         """Ranks that were read together share their rows: each pair of tables is matched once."""
@@ -202,8 +203,8 @@ class _Pairs:
             rows = self.alignment(ours, theirs)
             found = walk.parted(ours, theirs, rows)
             if found is not None:
-                # Messages name devices and addresses of one rank: they tell, but do not keep ranks apart.
-                key = (found.phase.ordinal, found.phase.name, found.edges, _place(found.first), _place(found.second))
+                did = _place(found.first, ours.header), _place(found.second, theirs.header)
+                key = (found.phase.ordinal, found.phase.name, found.edges, *did)
                 places.setdefault(key, _Place(found)).add(rank, found, rows)
         partings = [place.parting() for place in places.values()]
         return tuple(sorted(partings, key=lambda parting: (parting.phase, parting.ranks)))
@@ -249,9 +250,8 @@ class _Place:
         )
 
 
-def _place(moment: Moment | None) -> object:
-    failure = moment.failure if moment else None
-    return moment and (moment.label, moment.cause, failure and (failure.type, failure.operation))
+def _place(moment: Moment | None, header: Header) -> object:
+    return moment and (moment.label, moment.cause, failed(moment, header))
 
 
 def _told(a: Facts | None, b: Facts | None) -> tuple[str, str]:
@@ -288,7 +288,7 @@ def _did(moment: Moment | None, edge: str) -> str:
 
 
 def _counted(rows: list[Row]) -> str:
-    return f"{len(rows):,} rows: {_few([str(pattern) for pattern in compress(row.name for row in rows)])}"
+    return f"{len(rows):,} row{'s' * (len(rows) > 1)}: {_few([str(pattern) for pattern in compress(row.name for row in rows)])}"
 
 
 def _few(texts: Sequence[str]) -> str:
@@ -310,6 +310,22 @@ def _notes(first: Trace, second: Trace, both: list[int]) -> Iterator[str]:
         yield f"details differ ({', '.join(sorted(details))}): compared at the edges of phases alone"
     if first.header.device != second.header.device:
         yield f"devices differ: {first.header.device} and {second.header.device} are both compared as the accelerator"
+
+
+def _probed(trace: Trace) -> tuple[str, ...]:
+    """Kinds of row of which somewhere a value was recorded."""
+    found: set[str] = set()
+    for rank in trace:
+        told = {n for n, facts in enumerate(rank.facts) if isinstance(facts, Residency) and facts.digest is not None}
+        changes = (change for moment in rank.moments for change in moment.changes) if told else ()
+        found.update(rank.rows[change.start].kind for change in changes if change.facts in told)
+    return tuple(sorted(found))
+
+
+def _values(*probed: tuple[str, ...]) -> Iterator[str]:
+    if probed[0] != probed[1]:
+        first, second = (" and ".join(f"{kind}s" for kind in kinds) or "nothing" for kinds in probed)
+        yield f"values were recorded of {first} in A, of {second} in B: they are not compared"
 
 
 def _setup(first: Trace, second: Trace) -> Iterator[str]:

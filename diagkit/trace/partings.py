@@ -1,6 +1,7 @@
 """Where two recordings of one rank part: the first step after which residencies differ.
 
-The rules: steps are matched by the phases that surround them (ordinal and name), never by clocks; calls that changed
+The rules: steps are matched by the phases that surround them (ordinal and name), never by clocks; failures by type,
+operation and message, less what differs by run in it (devices, numbers, addresses, paths); calls that changed
 nothing are no steps, so a call that one run made and the other did not counts only if something moved; a device is
 compared as "the rank's own accelerator", whatever its type and index; once the runs have parted, what follows is
 consequence and is not looked at.
@@ -8,6 +9,7 @@ consequence and is not looked at.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -29,9 +31,11 @@ from diagkit.trace.schema import (
     device_type,
 )
 
-__all__ = ["Alignment", "Parted", "Walk", "align"]
+__all__ = ["Alignment", "Parted", "Walk", "align", "failed"]
 
 OWN = "accelerator"
+#: What two messages of one failure may differ in: paths, devices with their index, addresses and numbers.
+_VARIES = re.compile(r"\S*[/\\]\S*|0x[0-9a-fA-F]+|:?\d[\d.,]*")
 Key = tuple[str, str, str, str, int]
 
 
@@ -110,13 +114,16 @@ class Walk:
     """Walks pairs of ranks.
 
     ``kinds`` are the records that are compared, ``edges_only`` leaves out what only a detailed recording shows,
-    ``loose`` what depends on the world size.
+    ``loose`` what depends on the world size; ``values`` says whether digests of values are compared, too.
     """
 
-    def __init__(self, kinds: tuple[type[Facts], ...], edges_only: bool = False, loose: bool = False) -> None:
+    def __init__(
+        self, kinds: tuple[type[Facts], ...], edges_only: bool = False, loose: bool = False, values: bool = True
+    ) -> None:
         self._kinds = kinds
         self._edges_only = edges_only
         self._loose = loose
+        self._values = values
         self._numbers: dict[Facts, int] = {}
 
     def parted(self, first: RankTrace, second: RankTrace, rows: Alignment) -> Parted | None:
@@ -126,7 +133,11 @@ class Walk:
         while True:
             a, b = ours.advance(), theirs.advance()
             differs = self._differing(ours, theirs, rows)
-            if differs or _failed(a) != _failed(b) or (a is None and b is None and ours.edge != theirs.edge):
+            if (
+                differs
+                or failed(a, first.header) != failed(b, second.header)
+                or (a is None and b is None and ours.edge != theirs.edge)
+            ):
                 if self._edges_only:
                     a, b = ours.latest, theirs.latest
                 return Parted(ours.phase, a, b, (ours.next_text, theirs.next_text), differs)
@@ -158,7 +169,7 @@ class Walk:
             if not isinstance(facts, self._kinds):
                 found.append(ABSENT)
             else:
-                meaning = _meaning(facts, rank.header, self._loose)
+                meaning = _meaning(facts, rank.header, self._loose, self._values)
                 found.append(self._numbers.setdefault(meaning, len(self._numbers) + 1))
         return found
 
@@ -242,12 +253,16 @@ class _Steps:
         return changed
 
 
-def _failed(moment: Moment | None) -> object:
+def failed(moment: Moment | None, header: Header) -> tuple[str, str, str] | None:
+    """What a moment's failure has in common with the same one in another run or on another rank; None: none."""
     failure = moment.failure if moment else None
-    return failure and (failure.type, failure.operation)
+    if failure is None:
+        return None
+    message = _VARIES.sub("", re.sub(rf"\b{re.escape(header.device)}\b", OWN, failure.message))
+    return failure.type, failure.operation, " ".join(message.split())
 
 
-def _meaning(facts: Facts, header: Header, loose: bool) -> Facts:
+def _meaning(facts: Facts, header: Header, loose: bool, values: bool) -> Facts:
     changes: dict[str, object] = {}
     for f in fields(facts):
         if f.name == "device" or f.name.endswith("_device"):
@@ -257,6 +272,8 @@ def _meaning(facts: Facts, header: Header, loose: bool) -> Facts:
         changes |= {"mesh": facts.mesh.replace(header.device, OWN), "backends": ""}
     if loose and isinstance(facts, Residency):
         changes["empty"] = False
+    if not values and isinstance(facts, Residency):
+        changes["digest"] = None
     return replace(facts, **changes)  # type: ignore[arg-type]
 
 
