@@ -62,6 +62,12 @@ def test_a_line_per_moment_follows_every_tensor(trace: Trace) -> None:
     assert set(states.part) == {"exp_avg"} and states.moment.min() == 2
 
 
+def test_one_rank_has_the_doors_of_a_whole_run(trace: Trace) -> None:
+    alone = trace[1]
+    assert alone.frame().equals(trace.frame().query("rank == 1").reset_index(drop=True))
+    assert alone.findings().codes == Trace({1: alone}).findings().codes != []
+
+
 def test_a_table_of_a_damaged_trace_is_as_long_as_what_could_be_read(tmp_path: pathlib.Path) -> None:
     text = lines()
     (tmp_path / "rank-00000.jsonl").write_bytes(b"".join(text[:4]) + text[4][:30])

@@ -1,13 +1,20 @@
-"""What one rank left behind, as far as it could be read."""
+"""What one rank left behind, as far as it could be read.
+
+`RankTrace.findings` and `RankTrace.frame` are the doors that a whole run has, too; they import at call, as there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from diagkit.trace.schema import ABSENT, Cause, Facts, Header, Moment, Phase, Row
 from diagkit.trace.shapes import LocalShapes
+
+if TYPE_CHECKING:
+    import pandas
 
 PROBLEM_LIMIT = 50
 
@@ -145,6 +152,18 @@ class RankTrace:
             if row.name == name and row.kind == kind and (not part or row.part == part) and model in (None, row.model):
                 return row
         raise KeyError(f"no {kind} named {name!r} in the trace of rank {self.rank}")
+
+    def findings(self) -> Any:
+        """What `diagkit.diagnosis` finds on this rank alone."""
+        from diagkit.diagnosis import diagnose
+
+        return diagnose(self)
+
+    def frame(self, every: bool = False) -> pandas.DataFrame:
+        """This rank's part of `Trace.frame`."""
+        from diagkit.trace.merged import Trace
+
+        return Trace({self.rank: self}, self.path).frame(every)
 
     def _problem(self, text: str) -> None:
         if len(self.problems) < PROBLEM_LIMIT:
