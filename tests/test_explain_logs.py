@@ -87,6 +87,42 @@ def test_lines_of_many_ranks_are_not_mixed_up() -> None:
     assert (found.code, found.rank, found.where) == ("DK101", 1, "train.py:7 save")
 
 
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/job/train.py", line 31, in save
+    engine.save_checkpoint(path)
+{error}
+"""
+RAISED = ["diagkit.errors.MoveBlocked: a move", "package.module.Unusable: no", "package.Stopped", "OSError: disk full"]
+
+
+@pytest.mark.parametrize("raised", RAISED)
+def test_whatever_ends_a_traceback_is_an_exception(raised: str) -> None:
+    found = explain_log(TRACEBACK.format(error=raised).splitlines())
+    assert found is not None
+    assert found.error.split(":")[0] == raised.split(":")[0].rpartition(".")[2]
+    assert found.where == "train.py:31 save"
+
+
+LOGGED = [
+    "E1129 18:30:00.000000 123 torch/distributed/elastic/multiprocessing/api.py:984] failed",
+    "INFO:root:bye",
+    "INFO bye",
+    "[WARNING] slow",
+    "2026-11-29 18:30:00,000 bye",
+    "18:30:00 bye",
+    "diagkit: recorded to runs/a",
+]
+
+
+@pytest.mark.parametrize("line", LOGGED)
+def test_what_a_logger_says_next_is_not_part_of_the_message(line: str) -> None:
+    log = TRACEBACK.format(error="ValueError: first\n  second, indented\nthird") + f"{line}\nand its own next line\n"
+    found = explain_log(log.splitlines())
+    assert found is not None
+    assert found.error == "ValueError: first second, indented third"
+
+
 def test_hostile_lines_neither_raise_nor_hang() -> None:
     nasty = [
         "Traceback (most recent call last):\n" * 3,

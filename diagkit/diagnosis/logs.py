@@ -30,9 +30,16 @@ _STAMP = re.compile(
 )
 _GROUP_RULE = re.compile(r"^ {0,40}\+[-+]{2}")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]{0,1000})", line (?P<line>\d{1,9}), in (?P<function>.{1,300}?)\s*$')
+_NAME = r"(?:[A-Za-z_]\w*\.){0,12}[A-Za-z_]\w*"
 _EXCEPTION = re.compile(
-    r"^(?P<type>(?:[A-Za-z_]\w*\.){0,12}[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Failure|Warning)(?:\([\w.]+\))?)"
-    r"(?:: ?(?P<text>.*))?$"
+    rf"^(?P<type>{_NAME}(?:Error|Exception|Interrupt|Exit|Failure|Warning)(?:\([\w.]+\))?)(?:: ?(?P<text>.*))?$"
+)
+#: At the end of a traceback any class with a package is an exception: "diagkit.errors.MoveBlocked: ...".
+_RAISED = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.){1,12}[A-Z]\w*)(?:: (?P<text>.*))?$")
+#: A line that some logger wrote: a level, glog's stamp, a bracketed time, our own.
+_LOGGED = re.compile(
+    r"^(?:[IWEF]\d{4} |\[?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\b"
+    r"|\[?\d{4}-\d\d-\d\d[ T]|\[?\d\d:\d\d:\d\d|diagkit: )"
 )
 _RAY_TASK = re.compile(r"RayTaskError.*?ray::.*?pid=(?P<pid>\d+)")
 _PID = re.compile(r"pid=(\d+)")
@@ -187,7 +194,7 @@ class _Reader:
             self._begin(stream)
             self._remote[stream] = task["pid"]
             return None
-        found = _EXCEPTION.match(plain)
+        found = _EXCEPTION.match(plain) or (_RAISED.match(plain) if frames else None)
         if found and (frames or self._names_text(found["text"] or "")):
             operation = operation_of((file, function) for file, _, function in frames or ())
             message = (found["text"] or "")[:4000]
@@ -199,7 +206,8 @@ class _Reader:
         last = self._last.get(stream)
         if last is not None and frames is None:
             # A message may go on over lines; what a launcher says next does not belong to it.
-            if text.strip() and len(last.message) < 2000 and not _STAMP.match(text) and not _GROUP_RULE.match(text):
+            other = _STAMP.match(text) or _LOGGED.match(text) or _GROUP_RULE.match(text)
+            if text.strip() and len(last.message) < 2000 and not other:
                 last.message += "\n" + text[:2000]
             else:
                 self._last.pop(stream)
