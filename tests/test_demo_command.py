@@ -10,12 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from diagkit.demo import command
 from diagkit.demo.expected import Expectation, expected
 from diagkit.demo.experiments import ENGINES, REVISIONS, Experiment, group_names, matrix
 from diagkit.demo.launch import Launcher
 from diagkit.errors import EngineError
+
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
 
 NONSENSE = [
     (["--engine", "vomni"], "unknown engine: found vomni. Choose one of fsdp veomni."),
@@ -61,6 +64,7 @@ def test_a_real_device_that_is_not_there_gets_one_line_that_offers_the_simulatio
     assert "--device sim" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.skipif(OLD, reason="torch version: before 2.9 the split is silent, and nothing crashes")
 @pytest.mark.smoke
 def test_the_short_form_shows_the_crash_with_its_table_and_the_save_that_works(compiler: str, tmp_path: Path) -> None:
     done = demo("--short", "--device", "sim", "--out", str(tmp_path))
