@@ -288,7 +288,8 @@ def _did(moment: Moment | None, edge: str) -> str:
 
 
 def _counted(rows: list[Row]) -> str:
-    return f"{len(rows):,} row{'s' * (len(rows) > 1)}: {_few([str(pattern) for pattern in compress(row.name for row in rows)])}"
+    names = [str(pattern) for pattern in compress(row.name for row in rows)]
+    return f"{len(rows):,} row{'s' * (len(rows) > 1)}: {_few(names)}"
 
 
 def _few(texts: Sequence[str]) -> str:
