@@ -169,22 +169,32 @@ def test_a_state_gets_its_code(name: str, rows: list[tuple[str, Facts]], codes: 
     assert diagnose(look(rows)).codes == codes
 
 
-@pytest.mark.parametrize(
-    ("part", "optimizer", "codes"),
-    [
-        ("step", OptimizerFacts("AdamW"), ("DK302",)),
-        ("step", OptimizerFacts("AdamW", fused=True), ()),
-        ("step", OptimizerFacts("AdamW", capturable=True), ()),
-    ],
-)
-def test_a_step_counter_on_the_accelerator(part: str, optimizer: OptimizerFacts, codes: tuple[str, ...]) -> None:
+AWAY = Residency("npu:0", "npu:0")
+STEPS: list[tuple[str, Residency, Residency, tuple[str, ...]]] = [
+    ("beside its parameter", HEALTHY, Residency("cpu", "cpu"), ()),
+    ("away from its parameter", HEALTHY, AWAY, ("DK302",)),
+    ("gone with its parameter", ACCELERATOR, AWAY, ("DK103a",)),
+]
+
+
+def options(name: str) -> OptimizerFacts:
+    return OptimizerFacts("AdamW", fused=name == "fused", capturable=name == "capturable")
+
+
+@pytest.mark.parametrize(("name", "owner", "step", "codes"), STEPS, ids=[case[0] for case in STEPS])
+@pytest.mark.parametrize("option", ["", "fused", "capturable"])
+@pytest.mark.parametrize("other", ["", "fused", "capturable"])
+def test_a_step_counter_belongs_on_the_cpu_under_the_policy_whatever_any_optimizer_is(
+    name: str, owner: Residency, step: Residency, codes: tuple[str, ...], option: str, other: str
+) -> None:
     sink = MemorySink()
     writer = TraceWriter(sink, Header(device="npu"))
     facts: list[tuple[Row, Facts]] = [
-        (Row(0, PARAMETER, "model", "w"), HEALTHY),
-        (Row(1, OPTIMIZER_STATE, "model", "w", part, of=0), Residency("npu:0", "npu:0")),
+        (Row(0, PARAMETER, "model", "w"), owner),
+        (Row(1, OPTIMIZER_STATE, "model", "w", "step", of=0), step),
         (Row(2, GROUP, "model", ""), group()),
-        (Row(3, OPTIMIZER, "model", "AdamW"), optimizer),
+        (Row(3, OPTIMIZER, "model", "AdamW"), options(option)),
+        (Row(4, OPTIMIZER, "model", "AdamW", "2"), options(other)),
     ]
     for row, _ in facts:
         writer.table([row])

@@ -36,9 +36,8 @@ def stranded_state(it: Subject) -> bool:
     """
     if it.owner is None or it.owner.storage_device is None or it.bytes_at in (None, "meta") or it.tensor.empty:
         return False
-    if it.part == "step":
-        deliberate = any(o.fused or o.capturable for o in it.world.optimizers)
-        return it.bytes_at != "cpu" and it.offloaded and not deliberate
+    if it.part == "step":  # born beside its parameter, if the optimizer is fused or capturable, and else on the CPU
+        return it.bytes_at != "cpu" and it.offloaded and device_type(it.owner.storage_device) == "cpu"
     parked = not it.offloaded and "same_device" not in it.world.said
     apart = not it.tensor.split and it.bytes_at != device_type(it.owner.storage_device)
     return apart and not parked and not rehomed_by_factory(it)
