@@ -36,8 +36,8 @@ class Look:
         buffers: Iterable[str],
     ) -> Look:
         models = tuple(models)
-        kept = tuple(entry for model in models for entry in offloaded(model))
-        return cls(models, tuple(optimizers), frozenset(codes), frozenset(buffers), kept)
+        kept = {id(entry.record): entry for model in models for entry in offloaded(model)}  # models may share parts
+        return cls(models, tuple(optimizers), frozenset(codes), frozenset(buffers), tuple(kept.values()))
 
     def trees(self) -> Iterator[tuple[nn.Module, Any, Tree]]:
         """Module and state of each FSDP root after lazy init, and the groups in its tree."""

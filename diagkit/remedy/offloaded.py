@@ -15,7 +15,7 @@ from torch import nn
 
 from diagkit import torch_internals as internals
 from diagkit.capture.facts import GroupWatch
-from diagkit.capture.parts import models_of
+from diagkit.capture.parts import models_of, outermost
 from diagkit.trace.schema import GroupFacts
 
 
@@ -60,10 +60,14 @@ def is_engine(subject: object) -> bool:
 
 
 def models_in(subject: object) -> dict[str, nn.Module]:
-    """The models that were named: one, several by name or in a row, or those that an engine holds."""
+    """The models that were named: one, several by name or in a row, or those that an engine holds. One that is named
+    twice, or is part of another, counts once."""
     if is_engine(subject) or isinstance(subject, nn.Module):
         return models_of(subject)
     if isinstance(subject, Mapping):
-        return {str(name): model for name, model in subject.items() if isinstance(model, nn.Module)}
-    models = [model for model in cast("list[object]", subject) if isinstance(model, nn.Module)]
-    return {f"model{n + 1}" if n else "model": model for n, model in enumerate(models)}
+        named = {str(name): model for name, model in subject.items() if isinstance(model, nn.Module)}
+    else:
+        models = [model for model in cast("list[object]", subject) if isinstance(model, nn.Module)]
+        named = {f"model{n + 1}" if n else "model": model for n, model in enumerate(models)}
+    first = {id(model): name for name, model in reversed(named.items())}
+    return outermost({name: model for name, model in named.items() if first[id(model)] == name})
