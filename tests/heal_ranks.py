@@ -455,7 +455,14 @@ def main() -> None:
                     for name in names
                 }
             )
-    for name, (function, ranks) in STORIES.items():
+    tell_stories(STORIES, folder, only, results)
+
+
+def tell_stories(
+    stories: dict[str, tuple[Callable[[Path, int], Any], int]], folder: Path, only: str, results: dict[str, Any]
+) -> None:
+    """Adds to the results what each rank of each story answers, and writes them down."""
+    for name, (function, ranks) in stories.items():
         if not name.startswith(only):
             continue
 

@@ -17,10 +17,14 @@ from diagkit.capture.meeting import decided
 from diagkit.diagnosis.finding import ranks_text
 from diagkit.errors import RanksDisagree
 
+#: Patterns of names by kind of what a rank is about to mend.
+Plan = Mapping[str, Sequence[str]]
 
-def agree(models: Iterable[nn.Module], kinds: Sequence[str], seconds: float) -> None:
-    """Returns where every rank of the models' meshes is about to mend these kinds of things; at once where there is no
-    process group, or one rank.
+
+def agree(models: Iterable[nn.Module], plan: Plan, seconds: float) -> None:
+    """Returns where every rank of the models' meshes is about to mend the very same things; at once where there is no
+    process group, or one rank. Kinds alone would not do: of two values that differ each rank keeps the trained one, and
+    a parameter of which only some ranks do so is put together from parts that never belonged together.
 
     Raises:
         RanksDisagree: a rank did not come within ``seconds``, or would mend other things.
@@ -34,8 +38,8 @@ def agree(models: Iterable[nn.Module], kinds: Sequence[str], seconds: float) -> 
         return json.dumps({rank: json.loads(payload) for rank, payload in found.items()}).encode()
 
     topic = "heal/" + "-".join(map(str, ranks))
-    answer = decided(topic, json.dumps(list(kinds)).encode(), ranks, judge, seconds)
-    plans = {int(rank): tuple(plan) for rank, plan in json.loads(answer).items()} if answer else {mine: tuple(kinds)}
+    answer = decided(topic, json.dumps(plan).encode(), ranks, judge, seconds)
+    plans: dict[int, Plan] = {int(rank): one for rank, one in json.loads(answer).items()} if answer else {mine: plan}
     absent = [rank for rank in ranks if rank not in plans]
     if absent:
         raise RanksDisagree(
@@ -44,13 +48,25 @@ def agree(models: Iterable[nn.Module], kinds: Sequence[str], seconds: float) -> 
             expected="one call on every rank of the model",
             remedy="Call it on all ranks, or with alone=True on those that need it",
         )
-    if len(set(plans.values())) > 1:
+    if any(one != plan for one in plans.values()):
         raise RanksDisagree(
             "the ranks would mend different things, so nothing was touched",
-            found="; ".join(f"rank {rank}: {', '.join(plan) or 'nothing'}" for rank, plan in sorted(plans.items())),
+            found="; ".join(f"rank {rank}: {one}" for rank, one in sorted(_differences(plans).items())),
             expected="the same on every rank",
             remedy="Find out why they differ (dk.inspect on each); alone=True lets each rank mend what it finds",
         )
+
+
+def _differences(plans: Mapping[int, Plan]) -> dict[int, str]:
+    """What each rank would mend, in words: kinds, and names only where it is by them alone that the ranks differ."""
+    if len({tuple(sorted(plan)) for plan in plans.values()}) > 1:
+        return {rank: ", ".join(plan) or "nothing" for rank, plan in plans.items()}
+    parted = [kind for kind in next(iter(plans.values())) if len({tuple(plan[kind]) for plan in plans.values()}) > 1]
+    return {rank: ", ".join(f"{kind} {_some(plan[kind])}" for kind in parted) for rank, plan in plans.items()}
+
+
+def _some(names: Sequence[str], shown: int = 3) -> str:
+    return ", ".join(names[:shown]) + (" ..." if len(names) > shown else "")
 
 
 def ranks_of(models: Iterable[nn.Module]) -> list[int]:

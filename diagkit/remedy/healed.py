@@ -17,7 +17,7 @@ class Step:
     kind: str  # "pass", "parameters", "gradients", "optimizer state", "buffers", "lazy init"
     what: str  # "14 parameters are on the CPU again, ..."
     codes: tuple[str, ...] = ()  # the hazards that it mends
-    names: tuple[str, ...] = ()  # tensors or groups, fully qualified
+    names: tuple[str, ...] = ()  # tensors or groups that were mended, fully qualified
     problems: tuple[str, ...] = ()  # what could not be done of it, and why
 
     @property
@@ -50,7 +50,8 @@ class Healing:
     @property
     def codes(self) -> tuple[str, ...]:
         """The hazards that were mended, each once."""
-        return tuple(dict.fromkeys(code for step in self.steps for code in step.codes))
+        left = {finding.code for finding in self.left}
+        return tuple(dict.fromkeys(code for step in self.steps for code in step.codes if code not in left))
 
     @property
     def whole(self) -> bool:
@@ -71,7 +72,7 @@ class Healing:
         lines = [self._head()]
         for step in self.steps:
             lines.append(f"  {step.what}" + (f" ({', '.join(step.codes)})" if step.codes else ""))
-            lines.append(f"    {_some(step.where)}")
+            lines += [f"    {_some(step.where)}"] if step.names else []
             lines += [f"    not done: {problem}" for problem in step.problems]
         if self.left:
             lines.append("left as it is:")

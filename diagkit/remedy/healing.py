@@ -8,7 +8,9 @@ is whole is not touched.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from diagkit.capture import hooks, snapshot
 from diagkit.capture.cause import message_of
 from diagkit.capture.parts import optimizers_of
 from diagkit.diagnosis.diagnose import diagnose
+from diagkit.diagnosis.finding import patterns
 from diagkit.diagnosis.signatures import said
 from diagkit.errors import UsageError
 from diagkit.remedy.agreement import agree
@@ -28,6 +31,7 @@ from diagkit.remedy.mend import Mend
 from diagkit.remedy.offloaded import is_engine, models_in
 from diagkit.remedy.passes import end_passes, repeat_lazy_init
 from diagkit.remedy.places import move_buffers, rehome_gradients, rehome_states, settle_parameters
+from diagkit.torch_internals import writers
 from diagkit.trace.schema import Failure, Residency, device_type
 
 __all__ = ["heal"]
@@ -57,13 +61,14 @@ def heal(
     Buffers on the CPU alone are no fault. They are moved where the exception that is being handled, or that the
     notebook showed last, came out of this model and says that devices differ; or always, with ``buffers=True``.
 
-    All ranks of the model's meshes call it, and go on only when all would mend the same kinds of things. They meet in
+    All ranks of the model's meshes call it, and go on only when all would mend the same things. They meet in
     the process group's store, in no collective: any backend will do (``hccl`` alone, too), and a rank that does not
     come costs the others ``timeout`` seconds. With ``alone`` a rank asks nobody; so it is, too, without a process
     group or with one rank. Nothing that is done communicates.
 
     Raises:
-        UsageError: there is no model, or a forward or backward pass of it is running.
+        UsageError: there is no model, something else was given for an optimizer, or a pass is running: a forward pass
+            of the model or any backward pass, in whatever thread.
         RanksDisagree: a rank did not come, or the plans differ; nothing was touched.
 
     Example::
@@ -96,36 +101,64 @@ def heal(
         notes.append("no optimizer was given: its state was not looked at")
     if dry_run:
         codes = {code for mend in plan for code in mend.codes}
-        steps = [Step(mend.kind, mend.what, mend.codes, mend.concerned) for mend in plan]
+        steps = [Step(mend.kind, mend.told(), mend.codes, mend.concerned) for mend in plan]
         left = [finding for finding in findings if finding.code not in codes]
         return Healing(tuple(steps), tuple(left), tuple(notes), True, findings.simulated)
     if not alone:
-        agree(models.values(), [mend.kind for mend in plan], timeout)
+        agree(models.values(), _comparable(plan, look), timeout)
     steps = mend_all(plan)
     after = findings if not plan else diagnose(snapshot(models, optimizers, engine))
     reasons = {code: "it could not be done, see above" for step in steps if step.problems for code in step.codes}
     return Healing(tuple(steps), tuple(after), tuple(notes), False, findings.simulated, reasons)
 
 
+def _comparable(plan: Sequence[Mend], look: Look) -> dict[str, list[str]]:
+    """What every rank must be about to mend, as patterns by kind. What some rank has no part of, it cannot find."""
+    partly = {entry.name for entry in look.kept if not writers.on_every_rank(entry.record)}
+    found = {
+        mend.kind: patterns(sorted(name for name in mend.concerned if name.partition(" [")[0] not in partly))
+        for mend in plan
+    }
+    return {kind: list(names) for kind, names in found.items() if names}
+
+
 def mend_all(plan: Sequence[Mend]) -> list[Step]:
-    """Does what was planned. (A recorder at work observes this very call, so that a trace tells who mended.)"""
-    return [_done(mend) for mend in plan]
+    """Does what was planned. (A recorder at work observes this very call, so that a trace tells who mended.)
+
+    Outside of a caller's inference mode: a tensor that is made in it can be trained no more.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        return [_done(mend) for mend in plan]
 
 
 def _done(mend: Mend) -> Step:
+    failed: list[str] = []
     problems: dict[str, None] = {}
     for name, act in mend.acts:
         try:
             act()
         except Exception as error:
+            failed.append(name)
             problems[f"{name}: {type(error).__name__}: {message_of(error)}"[:300]] = None
-    return Step(mend.kind, mend.what, mend.codes, mend.concerned, tuple(problems))
+    names = mend.names if len(failed) < len(mend.acts) else ()
+    names = names or tuple(name for name, _ in mend.acts if name not in failed)
+    return Step(mend.kind, mend.told(len(failed)), mend.codes, names, tuple(problems))
 
 
 def _optimizers(model: object, optimizer: Any) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return optimizers_of(model) if is_engine(model) else []
-    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    several = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
+    given = list(several) if isinstance(several, Iterable) else [optimizer]
+    for one in given:
+        if not (isinstance(getattr(one, "state", None), Mapping) and hasattr(one, "param_groups")):
+            raise UsageError(
+                "no optimizer",
+                found=type(one).__name__,
+                expected="an object with state and param_groups, or several by name or in a row",
+                remedy="Pass the optimizer itself, without its scheduler",
+            )
+    return list({id(one): one for one in given}.values())
 
 
 def _on_cpu(trace: Any) -> set[str]:
@@ -141,19 +174,31 @@ def _on_cpu(trace: Any) -> set[str]:
 
 
 def _refuse_inside_a_pass(models: Iterable[nn.Module]) -> None:
-    ids = _modules(models)
-    frame = sys._getframe(1)
-    inside = "a backward pass" if internals.backward_running() else ""
-    while frame is not None and not inside:
-        if frame.f_code is nn.Module._call_impl.__code__ and id(frame.f_locals.get("self")) in ids:
-            inside = "a forward pass"
-        frame = frame.f_back  # type: ignore[assignment]
+    inside = _pass_under_way(_modules(models))
     if inside:
         raise UsageError(
             f"heal was called in the middle of {inside}",
             expected="a model that is at rest",
             remedy="Call it where the exception has left the pass",
         )
+
+
+def _pass_under_way(ids: set[int]) -> str:
+    """The pass of one of these modules that is on the stack of a thread. Autograd does not tell whose backward pass
+    another thread is in: any is one too many, because gradients are exchanged in it without Python's lock."""
+    if internals.backward_running():
+        return "a backward pass"
+    if internals.backward_elsewhere():
+        return "a backward pass that another thread is in"
+    others = sys._current_frames()
+    others.pop(threading.get_ident())  # a frame that holds itself would live on
+    for where, innermost in (("", sys._getframe(1)), *((" that another thread is in", f) for f in others.values())):
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__ and id(frame.f_locals.get("self")) in ids:
+                return f"a forward pass{where}"
+            frame = frame.f_back
+    return ""
 
 
 def _failure(models: Iterable[nn.Module]) -> Failure | None:

@@ -28,7 +28,8 @@ class Mend:
     """One kind of thing to be done: acts by name. ``names`` tells what is concerned, where that goes by other names."""
 
     kind: str
-    what: str
+    subject: str  # "{n} parameter{s}" where the acts are counted, else a whole one: "a forward pass that ..."
+    outcome: str  # "on the CPU again; ..."
     acts: tuple[tuple[str, Act], ...]
     codes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -38,6 +39,17 @@ class Mend:
     def concerned(self) -> tuple[str, ...]:
         """Tensors or groups."""
         return self.names or tuple(name for name, _ in self.acts)
+
+    def told(self, failed: int = 0) -> str:
+        """Subject and outcome, of which ``failed`` acts came to nothing.
+
+        >>> Mend("buffers", "{n} buffer{s}", "on the accelerator again", (("scale", print), ("bias", print))).told(1)
+        '1 of 2 buffers: on the accelerator again'
+        """
+        whole, done = len(self.acts), len(self.acts) - failed
+        n = str(whole) if done in (0, whole) else f"{done} of {whole}"
+        subject = self.subject.format(n=n, s="s" * (whole != 1))
+        return f"{subject}: {self.outcome if done else 'not mended'}"
 
 
 def answers(look: Look, kind: str) -> tuple[str, ...]:

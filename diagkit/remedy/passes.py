@@ -26,11 +26,12 @@ def end_passes(look: Look) -> Mend | None:
     if not acts:
         return None
     if any(_in_backward(tree) for *_, tree in look.trees()):
-        what = "a backward pass that an exception broke off: over; groups idle and sharded, its gradients dropped"
-        notes = ("the step that broke off must be done anew, from its first micro-batch",)
-        return Mend("pass", what, tuple(acts), answers(look, "pass"), notes, tuple(names))
-    what = "a forward pass that an exception broke off: over; groups idle and sharded"
-    return Mend("pass", what, tuple(acts), answers(look, "pass"), names=tuple(names))
+        what, outcome = "a backward pass", "over; groups idle and sharded, its gradients dropped"
+        notes: tuple[str, ...] = ("the step that broke off must be done anew, from its first micro-batch",)
+    else:
+        what, outcome, notes = "a forward pass", "over; groups idle and sharded", ()
+    subject = f"{what} that an exception broke off"
+    return Mend("pass", subject, outcome, tuple(acts), answers(look, "pass"), notes, tuple(names))
 
 
 def broken_off(look: Look) -> set[int]:
@@ -73,5 +74,5 @@ def repeat_lazy_init(look: Look) -> Mend | None:
         for root, _, tree in look.trees()
         if any(facts.lazy_init == "unfinished" for _, _, facts in tree)
     ]
-    what = "FSDP2's lazy init: runs anew in the next forward pass"
-    return Mend("lazy init", what, tuple(acts), answers(look, "lazy init")) if acts else None
+    outcome = "runs anew in the next forward pass"
+    return Mend("lazy init", "FSDP2's lazy init", outcome, tuple(acts), answers(look, "lazy init")) if acts else None

@@ -7,6 +7,7 @@ itself, and yet the first forward pass asks that it be on the CPU.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from diagkit.remedy.passes import broken_off
 from diagkit.torch_internals import writers
 from diagkit.trace.schema import Residency, device_type
 
+#: Levels of lists and dicts in an optimizer's state that are looked into.
+_DEPTH = 4
+
 
 def settle_parameters(look: Look) -> Mend | None:
     """Parameters under the policy whose metadata, bytes and flat bytes are not one on the CPU, pinned as it wants."""
@@ -33,7 +37,7 @@ def settle_parameters(look: Look) -> Mend | None:
         if residency(entry.record.sharded_param, entry.record).aliased is False
         and writers.reads_other_values(entry.record)
     ]
-    what = count(lost, "parameter") + ": on the CPU again; metadata, bytes and what all-gather reads are one"
+    outcome = "on the CPU again; metadata, bytes and what all-gather reads are one"
     notes: tuple[str, ...] = ()
     if others:
         some = ", ".join(others[:3]) + (" ..." if len(others) > 3 else "")
@@ -43,7 +47,7 @@ def settle_parameters(look: Look) -> Mend | None:
             "checkpoint",
         )
     acts = tuple((entry.name, functools.partial(_settle, entry)) for entry in lost)
-    return Mend("parameters", what, acts, answers(look, "parameters"), notes)
+    return Mend("parameters", "{n} parameter{s}", outcome, acts, answers(look, "parameters"), notes)
 
 
 def _settle(entry: Offloaded) -> None:
@@ -68,52 +72,105 @@ def rehome_gradients(look: Look) -> Mend | None:
     """Gradients that are not where their parameter is, or are split; those of a pass that broke off are dropped."""
     kept = {id(entry.record.sharded_param) for entry in look.kept}
     dropped = broken_off(look)
-    acts = []
+    acts: list[tuple[str, Act]] = []
     for name, parameter in look.parameters():
         if parameter.grad is None or id(parameter) in dropped:
             continue
         home = "cpu" if id(parameter) in kept else device_type(residency(parameter).storage_device)
         if home is not None and not _at(residency(parameter.grad), home):
-            acts.append((name, functools.partial(writers.rehome_gradient, parameter)))
-    what = count(acts, "gradient") + ": where the parameter is"
-    return Mend("gradients", what, tuple(acts), answers(look, "gradients")) if acts else None
+            acts.append((name, functools.partial(_rehome_gradient, parameter, home)))
+    codes = answers(look, "gradients")
+    return Mend("gradients", "{n} gradient{s}", "where the parameter is", tuple(acts), codes) if acts else None
+
+
+def _rehome_gradient(parameter: torch.Tensor, home: str) -> None:
+    if not _at(residency(parameter), home):
+        raise RuntimeError(f"its parameter is not on {home} yet, but {residency(parameter).short()}")
+    writers.rehome_gradient(parameter)
+
+
+class Rehomed:
+    """Tensors that were brought somewhere; one that is held in two places stays one. The old ones are kept meanwhile:
+    the id of one that is gone is soon another's."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def at(self, device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+        """The one for this tensor, made when it is first asked for."""
+        if id(tensor) not in self._done:
+            self._done[id(tensor)] = tensor, writers.rehomed(tensor, device)
+        return self._done[id(tensor)][1]
 
 
 def rehome_states(look: Look) -> Mend | None:
-    """Optimizer state of parameters under the policy that is not on the CPU, or that is split."""
+    """Optimizer state of parameters under the policy that is not on the CPU, or that is split; also in the lists,
+    tuples and dicts that some optimizers keep. A fused or capturable optimizer makes its ``step`` where the parameter
+    is, which is the CPU as well."""
     kept = {id(entry.record.sharded_param): entry.name for entry in look.kept}
-    acts: list[tuple[str, Act]] = []
-    for optimizer in look.optimizers:
-        deliberate = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-        for parameter, state in optimizer.state.items():
-            name = kept.get(id(parameter))
-            for part, value in state.items() if name else ():
-                if not isinstance(value, torch.Tensor) or (part == "step" and deliberate):
-                    continue
-                facts = residency(value)
-                if not facts.unreadable and facts.metadata_device != "meta" and not _at(facts, "cpu"):
-                    acts.append((f"{name} [{part}]", functools.partial(_rehome_state, state, part)))
-    what = count(acts, "tensor") + " of optimizer state: on the CPU, where the parameters are"
-    return Mend("optimizer state", what, tuple(acts), answers(look, "optimizer state")) if acts else None
+    moved = Rehomed()
+    acts = [
+        (name, functools.partial(_rehome_state, holder, key, moved))
+        for optimizer in look.optimizers
+        for parameter in optimizer.state
+        if id(parameter) in kept
+        for name, holder, key in _lost_states(optimizer.state, parameter, kept[id(parameter)], ())
+    ]
+    subject = "{n} tensor{s} of optimizer state"
+    codes = answers(look, "optimizer state")
+    return (
+        Mend("optimizer state", subject, "on the CPU, where the parameters are", tuple(acts), codes) if acts else None
+    )
 
 
-def _rehome_state(state: dict[Any, Any], part: Any) -> None:
-    state[part] = writers.rehomed(state[part], torch.device("cpu"))
+def _lost_states(holder: Any, key: Any, owner: str, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, holder and key of each thing in ``holder[key]`` that must be exchanged: a tensor, or a tuple with one."""
+    value = holder[key]
+    if isinstance(value, (torch.Tensor, tuple)):
+        if any(map(_is_astray, _tensors(value))):
+            yield f"{owner} [{'.'.join(path)}]" if path else owner, holder, key
+    elif isinstance(value, (list, dict)) and len(path) < _DEPTH:
+        for inner in list(value) if isinstance(value, dict) else range(len(value)):
+            yield from _lost_states(value, inner, owner, (*path, str(inner)))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _is_astray(tensor: torch.Tensor) -> bool:
+    facts = residency(tensor)
+    return not facts.unreadable and facts.metadata_device != "meta" and not _at(facts, "cpu")
+
+
+def _rehome_state(holder: Any, key: Any, moved: Rehomed) -> None:
+    def settled(value: Any) -> Any:
+        if isinstance(value, tuple):
+            items = [settled(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        astray = isinstance(value, torch.Tensor) and _is_astray(value)
+        return moved.at(torch.device("cpu"), value) if astray else value
+
+    holder[key] = settled(holder[key])
 
 
 def move_buffers(look: Look) -> Mend | None:
     """Buffers that were found on the CPU where a forward pass needs them on the accelerator."""
-    acts: list[tuple[str, Act]] = []
-    moved: dict[int, torch.Tensor] = {}  # a buffer in two places stays one
+    acts: dict[tuple[int, str], tuple[str, Act]] = {}
+    moved = Rehomed()
     for model in look.models:
         devices = _devices(model)
         for prefix, module in internals.named_modules(model):
             for slot, buffer in module._buffers.items():
                 name = f"{prefix}.{slot}" if prefix else slot
                 if name in look.buffers and buffer is not None and devices:
-                    acts.append((name, functools.partial(_move_buffer, module, slot, devices[0], moved)))
-    what = count(acts, "buffer") + ": on the accelerator again"
-    return Mend("buffers", what, tuple(acts), answers(look, "buffers")) if acts else None
+                    acts[id(module), slot] = name, functools.partial(_move_buffer, module, slot, devices[0], moved)
+    codes = answers(look, "buffers")
+    return Mend("buffers", "{n} buffer{s}", "on the accelerator again", tuple(acts.values()), codes) if acts else None
 
 
 def _devices(model: nn.Module) -> list[torch.device]:
@@ -122,10 +179,10 @@ def _devices(model: nn.Module) -> list[torch.device]:
     return [torch.device(group.device) for group in groups]
 
 
-def _move_buffer(module: nn.Module, slot: str, device: torch.device, moved: dict[int, torch.Tensor]) -> None:
+def _move_buffer(module: nn.Module, slot: str, device: torch.device, moved: Rehomed) -> None:
     buffer = module._buffers[slot]
     if buffer is not None:
-        module._buffers[slot] = moved.setdefault(id(buffer), buffer.to(device))
+        module._buffers[slot] = moved.at(device, buffer)
 
 
 def _at(facts: Residency, device: str) -> bool:

@@ -116,6 +116,13 @@ def reads_other_values(record: Any) -> bool:
         return one.dtype != other.dtype or not torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+def on_every_rank(record: Any) -> bool:
+    """Whether each rank holds an element of the parameter: not of a bias of one element over two ranks."""
+    ranks = getattr(record.mesh_info, "shard_mesh_size", 1)
+    dim = getattr(record.fsdp_placement, "dim", 0)
+    return ranks == 1 or bool(record.padded_sharded_param_size[dim] * (ranks - 1) < record.sharded_param.shape[dim])
+
+
 def settle(record: Any, pin: bool) -> None:
     """Puts one offloaded parameter back together on the CPU: metadata, local tensor, and the flat bytes that all-gather
     reads. The local tensor, which the optimizer trains and `state_dict()` shows, is what stays. Its gradient comes too.
