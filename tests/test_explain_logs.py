@@ -104,6 +104,14 @@ def test_whatever_ends_a_traceback_is_an_exception(raised: str) -> None:
     assert found.where == "train.py:31 save"
 
 
+def test_what_a_guard_stopped_is_told_with_the_line_to_delete() -> None:
+    text = "diagkit.errors.MoveBlocked: a move splits its parameters (DK101): found Module.to (at engine.py:12 save)."
+    found = explain_log(TRACEBACK.format(error=text).splitlines())
+    assert found is not None
+    assert (found.code, found.certain, found.candidates) == ("DK101", True, ())
+    assert repr(found).endswith("dk.guard stopped DK101 before it happened: delete the move at engine.py:12 save.")
+
+
 LOGGED = [
     "E1129 18:30:00.000000 123 torch/distributed/elastic/multiprocessing/api.py:984] failed",
     "INFO:root:bye",

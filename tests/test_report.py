@@ -160,6 +160,19 @@ def test_where_ranks_differ_is_told_by_tensor_and_by_rank() -> None:
     assert (found.compared, found.alike) == (7, 5)
 
 
+BLOCKED = (
+    "a move of FSDPDecoder to npu:0 splits its parameters: metadata npu:0 (DK101): found Module.to over 36 parameters "
+    "(at engine.py:12 save). Leave the module where it is."
+)
+
+
+def test_what_a_guard_stopped_is_told_with_the_line_to_delete() -> None:
+    report = compose(Trace({0: story(fails(2, "save", "MoveBlocked", BLOCKED))}))
+    assert report.sentences[2] == "dk.guard stopped DK101 before it happened: delete the move at engine.py:12 save."
+    alone = compose(Trace({0: story(fails(0, "", "MoveBlocked", BLOCKED))}))
+    assert alone.fates[0].how == "failed outside any phase: MoveBlocked"
+
+
 # ---- did the fix hold
 
 FIXES = [

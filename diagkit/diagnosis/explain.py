@@ -15,6 +15,7 @@ from diagkit.diagnosis.finding import Finding, Findings
 from diagkit.diagnosis.operation import PROVEN, likely, ordered
 from diagkit.diagnosis.rule import Rule, find_rules
 from diagkit.diagnosis.signatures import said
+from diagkit.diagnosis.stopped import told
 from diagkit.language import msg, tr
 from diagkit.trace.schema import Failure
 from diagkit.trace.values import printable
@@ -35,6 +36,7 @@ class Explanation:
     where: str = ""  # the user's line, "train.py:41 save"
     earlier: str = ""  # the first error, where this one only follows from it
     next: tuple[str, ...] = ()  # what to record to be sure
+    stopped: tuple[str, str] | None = None  # code and sentence where a guard stopped the hazard before it happened
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -42,12 +44,14 @@ class Explanation:
         """The hazard to blame; by facts if there are any, else the likeliest candidate."""
         if self.findings:
             return self.findings[0].code
+        if self.stopped:
+            return self.stopped[0]
         return self.candidates[0].code if self.candidates else None
 
     @property
     def certain(self) -> bool:
-        """Whether facts speak, and not the text alone."""
-        return bool(self.findings)
+        """Whether facts speak, and not the text alone; a guard that stopped something had looked at them."""
+        return bool(self.findings or self.stopped)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -62,6 +66,7 @@ class Explanation:
             "candidates": [{"code": r.code, "title": r.title} for r in self.candidates],
             "beside": [f.code for f in self.beside],
             "next": list(self.next),
+            "stopped": self.stopped[1] if self.stopped else "",
             "notes": list(self.notes),
         }
 
@@ -79,6 +84,8 @@ class Explanation:
         if self.findings:
             for finding in self.findings:
                 lines += ["", *finding.lines()]
+        elif self.stopped:
+            lines += ["", self.stopped[1]]
         elif self.candidates:
             lines += ["", tr("The text alone fits, the likeliest first:")]
             lines += [f"  {r.code}  {r.title}" for r in self.candidates]
@@ -127,6 +134,7 @@ def by_facts(
         beside=beside,
         where=where,
         earlier=_error(earlier) if earlier is not None else "",
+        stopped=told(failure),
         notes=()
         if explains or not names
         else (tr("the text is known ({names}), but no fact supports it", names=", ".join(sorted(names))),),
@@ -156,6 +164,7 @@ def by_text(
         where=where,
         earlier=_error(earlier) if earlier is not None else "",
         next=steps,
+        stopped=told(failure),
     )
 
 

@@ -53,6 +53,9 @@ def failure_text(watch: Watch | None, error: BaseException, fault: str = "") -> 
         return "" if isinstance(error, SystemExit) else said
     path = recorder.path
     try:
+        from diagkit.capture.failures import failure_of
+        from diagkit.diagnosis.stopped import told
+
         if not isinstance(error, SystemExit):
             recorder.failed_outside(error)
         finding = _finding(path, error)
@@ -62,7 +65,8 @@ def failure_text(watch: Watch | None, error: BaseException, fault: str = "") -> 
         if finding is None and isinstance(error, SystemExit):
             text = ""
         elif finding is None:
-            text = f"{head}{type(error).__name__}: no residency hazard explains it\n"
+            guarded = told(failure_of(error, ""))
+            text = f"{head}{guarded[1] if guarded else f'{type(error).__name__}: no residency hazard explains it'}\n"
         elif full:
             text = head + "\n".join(_lines(finding)) + "\n"
         else:

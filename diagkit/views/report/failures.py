@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from diagkit.diagnosis.signatures import said
 from diagkit.language import tr
 from diagkit.trace import RankTrace, Trace
-from diagkit.trace.schema import Cause, Moment
+from diagkit.trace.schema import Cause, Failure, Moment
 
 __all__ = ["Fate", "Told", "failures", "fates", "told_rank"]
 
@@ -32,6 +32,10 @@ class Told:
     seconds: float
     cause: Cause | None
     moment: int  # its index on the lowest of the ranks
+
+    @property
+    def failure(self) -> Failure:
+        return Failure(self.type, self.message, self.operation)
 
     def like(self, other: Told) -> bool:
         """Whether it is the failure of another run once more: another error in the same phase is another failure."""
@@ -128,5 +132,7 @@ def _fate(rank: RankTrace) -> tuple[bool, str]:
         moment = rank.failures[-1]
         failed = moment.failure.type if moment.failure else "?"
         where = rank.phases[moment.phase].name
-        return False, tr("failed in phase {phase}: {error}", phase=where or "-", error=failed)
+        if not where:
+            return False, tr("failed outside any phase: {error}", error=failed)
+        return False, tr("failed in phase {phase}: {error}", phase=where, error=failed)
     return True, tr("ended as a run should")

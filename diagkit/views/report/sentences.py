@@ -10,6 +10,7 @@ import re
 
 from diagkit.diagnosis import Finding, Findings
 from diagkit.diagnosis.finding import ranks_text
+from diagkit.diagnosis.stopped import told as stopped
 from diagkit.language import tr, trn
 from diagkit.trace import RankTrace, Trace
 from diagkit.trace.schema import BUFFER, PARAMETER, Cause, Residency
@@ -47,7 +48,9 @@ def sentences(
             _look(),
         )
     if first is None:
-        return (_calm(told, failed), _failed(trace, failed, ends), _nothing_found(trace, failed, ends))
+        guarded = stopped(failed[0].failure) if failed else None
+        remedy = guarded[1] if guarded else _nothing_found(trace, failed, ends)
+        return (_calm(told, failed), _failed(trace, failed, ends), remedy)
     # The move that a failure speaks of says more than the flag that let it happen.
     moved = next((finding for finding in findings if finding.cause and finding.failure), first)
     return (_apart(moved), _failed(trace, failed, ends), _remedy(first))
