@@ -32,7 +32,12 @@ ON_TOP = {"__init__", "__main__", "cli", "auto", "doctor", "run"}
 # The notebook's commands act on live models; no other view does.
 EXTRA = {"views/magics": {"live", "capture", "remedy", "torch_internals"}}
 # `trace.findings()` and `trace.report()` are doors to rooms above: inside a function, opened when called.
-DOORS = {"trace/merged": {"diagnosis", "views"}, "trace/table": {"views"}, "trace/compare": {"views"}}
+DOORS = {
+    "trace/merged": {"diagnosis", "views"},
+    "trace/rank": {"diagnosis"},
+    "trace/table": {"views"},
+    "trace/compare": {"views"},
+}
 
 # What a training process may import beside the standard library.
 IN_A_JOB = {"capture", "trace", "diagnosis", "live", "remedy", "auto", "run", "torch_internals", "errors", "language"}
@@ -121,9 +126,7 @@ def test_what_runs_inside_a_training_job_imports_torch_and_the_standard_library_
     if room not in IN_A_JOB | WITHOUT_TORCH or name_of(path) in TABLES:
         return
     allowed = sys.stdlib_module_names | {"diagkit", "__future__"} | (set() if room in WITHOUT_TORCH else {"torch"})
-    wrong = [
-        found for found in imports(path) if found.module.split(".")[0] not in allowed and not found.typing_only
-    ]
+    wrong = [found for found in imports(path) if found.module.split(".")[0] not in allowed and not found.typing_only]
     assert not wrong
 
 
