@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,24 @@ def a_function_of_the_users_own(folder: Path) -> Any:
     answers["stayed"] = sorted({(str(t.device), str(t.dtype)) for p in _policy(made) for t in (p, p.grad)})
     answers["went"] = [made.model.extra.weight.device.type, str(made.model.extra.weight.dtype)]
     return answers
+
+
+@story
+def a_fault_of_the_guard_in_a_watched_call(folder: Path) -> Any:
+    from diagkit.remedy import moves
+
+    def faulty(*_: object) -> Any:
+        raise LookupError("a fault of ours")
+
+    made = bench()
+    with warnings.catch_warnings(record=True) as warned, dk.guard(made.model):
+        warnings.simplefilter("always")
+        before, moves.from_stack = moves.from_stack, faulty
+        try:
+            answer = told(lambda: made.model._apply(lambda t: t.to("npu")))
+        finally:
+            moves.from_stack = before
+    return [answer, *(str(w.message) for w in warned if "diagkit" in str(w.message))]
 
 
 def _policy(made: Any) -> list[Any]:

@@ -65,6 +65,13 @@ def test_a_function_of_the_users_own_is_called_as_often_as_ever_and_stopped_by_w
     assert told["went"] == ["npu", "torch.float64"]
 
 
+def test_a_fault_of_the_guard_lets_a_watched_call_pass_and_is_told_once(results: Any) -> None:
+    assert results["a_fault_of_the_guard_in_a_watched_call"] == [
+        "passed",
+        "diagkit's guard could not judge a move: LookupError: a fault of ours",
+    ]
+
+
 def test_of_a_move_with_a_cast_the_move_alone_is_skipped(results: Any) -> None:
     assert results["a_move_with_a_cast_is_half_skipped"] == {
         "policy": ["cpu torch.bfloat16"],

@@ -171,8 +171,13 @@ class Guard:
             if not abroad(result) or tensor.device.type != "cpu":
                 return result
             if id(tensor) in parameters and not met:
+                try:
+                    move = Move.of(module, result.device, moved, recurse)
+                except Exception as error:  # our own fault is no reason to stop a job
+                    self._confess(error)
+                    return result
                 met = True
-                self._meet(Move.of(module, result.device, moved, recurse))
+                self._meet(move)
             stays = id(tensor) in parameters or (met and (id(tensor) in gradients or id(tensor) in buffers))
             return tensor.to(result.dtype) if stays and self.on_move == "skip" else result
 
