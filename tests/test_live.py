@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import pathlib
 import sys
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -157,3 +159,40 @@ def test_explaining_keeps_nothing_alive() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps tensors in lists, tuples and dicts, as SOAP, Shampoo and LBFGS do."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                factors = [torch.eye(2), torch.eye(3, dtype=torch.float64)]
+                state = {"GG": factors, "m": torch.zeros(1), "deep": {"pair": (torch.ones(1), None)}, "n": 3}
+                self.state[parameter] = state
+
+
+def test_tensors_in_lists_of_an_optimizers_state_are_looked_at(tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = Preconditioned(model.parameters())
+    optimizer.step()
+    with dk.record(model, optimizer, out=tmp_path) as rec:
+        with rec.phase("a"):
+            optimizer.state[model.weight]["GG"][0] = torch.eye(2, dtype=torch.bfloat16)
+        with rec.phase("b"):
+            del optimizer.state[model.weight]["GG"][1], optimizer.state[model.weight]["deep"]
+    rank = dk.open_trace(tmp_path)[0]
+    rows = {row.part: row.id for row in rank.rows if row.kind == "optimizer_state"}
+    assert list(rows) == ["GG.0", "GG.1", "deep.pair.0", "m"]
+
+    def types(moment: str) -> list[str]:
+        state = rank.state(next(m for m in rank.moments if m.label == moment))
+        return [getattr(rank.facts[state.facts[row]], "dtype", "gone") for row in rows.values()]
+
+    assert types("start") == ["float32", "float64", "float32", "float32"]
+    assert types("a: exit") == ["bfloat16", "float64", "float32", "float32"]
+    assert types("b: exit") == ["bfloat16", "gone", "gone", "float32"]
+    assert rank.troubles == []

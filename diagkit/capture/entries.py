@@ -165,6 +165,22 @@ class State:
         return key, storage
 
 
+class Inner(State):
+    """A tensor in a list, tuple or dict of a parameter's optimizer state; its part is the path, ``("GG", 0)``. A glance
+    does not find it under that name, so that its block is read row by row."""
+
+    __slots__ = ()
+
+    def tensor(self) -> torch.Tensor | None:
+        value = self.watch.state_of(self.slot)
+        try:
+            for key in self.part:
+                value = value[key]  # type: ignore[index]
+        except (LookupError, TypeError):  # it is shorter now, or gone
+            return None
+        return value if isinstance(value, torch.Tensor) else None
+
+
 class Handed:
     """A tensor that was handed out and is not ours to find again: what was read of it, for as long as that counts."""
 

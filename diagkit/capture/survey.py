@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from diagkit import torch_internals as internals
-from diagkit.capture.entries import Buffer, Slot, State, shape_of
+from diagkit.capture.entries import Buffer, Inner, Slot, State, shape_of
 from diagkit.capture.facts import GroupWatch, OptimizerWatch
 from diagkit.trace.schema import BUFFER, GROUP, OPTIMIZER_STATE, PARAMETER, Row
+
+#: Levels of lists and dicts in an optimizer's state that are looked into.
+DEPTH = 4
 
 
 @dataclass(slots=True)
@@ -96,11 +99,19 @@ def states(
     """Rows for the tensors that the optimizer holds for the parameter in this slot, by name of the part."""
     tensor = None if slot.tie else slot.tensor()
     state = None if tensor is None else optimizer.state.get(tensor)
-    return [
-        (
-            Row(0, OPTIMIZER_STATE, owner.model, owner.name, f"{prefix}{part}", shape_of(value), owner.id),
-            State(watch, slot, part),
-        )
-        for part, value in sorted((state or {}).items(), key=lambda item: str(item[0]))
-        if isinstance(value, torch.Tensor)
-    ]
+    found: list[tuple[Row, State]] = []
+    for path, value in _tensors(state or {}):
+        part = prefix + ".".join(map(str, path))
+        row = Row(0, OPTIMIZER_STATE, owner.model, owner.name, part, shape_of(value), owner.id)
+        found.append((row, State(watch, slot, path[0]) if len(path) == 1 else Inner(watch, slot, path)))
+    return found
+
+
+def _tensors(held: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors in an optimizer's state, with the keys that lead to each. Preconditioners stand in lists."""
+    if isinstance(held, torch.Tensor):
+        yield path, held
+    elif isinstance(held, (Mapping, list, tuple)) and len(path) < DEPTH:
+        pairs = sorted(held.items(), key=lambda item: str(item[0])) if isinstance(held, Mapping) else enumerate(held)
+        for key, inner in pairs:
+            yield from _tensors(inner, (*path, key))
