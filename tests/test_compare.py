@@ -17,8 +17,22 @@ from diagkit.cli import main
 from diagkit.errors import TraceError
 from diagkit.trace import RankTrace, Trace, open_trace, read_rank
 from diagkit.trace.compare import Comparison, compare
-from diagkit.trace.schema import CALL, ENTER, EXIT, GRADIENT, MARK, PARAMETER, Change, Failure, Header, Residency, Row
+from diagkit.trace.schema import (
+    CALL,
+    ENTER,
+    EXIT,
+    GRADIENT,
+    MARK,
+    OPTIMIZER_STATE,
+    PARAMETER,
+    Change,
+    Failure,
+    Header,
+    Residency,
+    Row,
+)
 from diagkit.trace.writer import MemorySink, TraceWriter
+from diagkit.views.report import compose
 
 HEALTHY, SPLIT = on("cpu", True), on("npu:0", True, "cpu")
 Step = tuple[str, int, Residency | None] | tuple[str, int, Residency | None, Failure]
@@ -71,6 +85,22 @@ def test_guarded_and_unguarded_part_at_the_first_move_and_nowhere_else() -> None
     assert (difference.first, difference.second) == ("npu/cpu pinned", "cpu/cpu pinned")
     assert difference.where[1] == "model.layers.{0,1}.self_attn.{q,k,v,o}_proj.weight ×8"
     assert (found.model, found.setup, found.notes) == ((), (), ())
+
+
+def test_what_died_at_the_end_of_one_process_alone_is_no_difference() -> None:
+    def ended(dies: bool) -> Trace:
+        sink = MemorySink()
+        writer = TraceWriter(sink, Header(run="r", device="npu"))
+        writer.table([Row(0, PARAMETER, "model", "a.w")])
+        writer.table([Row(1, OPTIMIZER_STATE, "model", "a.w", "exp_avg", of=0)])
+        writer.moment(CALL, "Optimizer.step", 0, [Change(0, 2, writer.fact_id(HEALTHY))], key=True)
+        writer.moment(MARK, "end", 0, [Change(1, 1, 0)] if dies else [])
+        writer.close()
+        return Trace({0: read_rank(sink.lines)})
+
+    assert compare(ended(False), ended(True)).equal
+    assert ended(True)[0].living == 0 and ended(False)[0].living == 1
+    assert [line.kind for line in compose(ended(True)).tensors.lines] == [PARAMETER, OPTIMIZER_STATE]
 
 
 def test_the_two_runs_may_change_places() -> None:

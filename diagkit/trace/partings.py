@@ -183,6 +183,7 @@ class _Steps:
         self._ignored = ignored  # rows that the other run does not have
         self._edges_only = edges_only
         self._at = 0
+        self._last = rank.living
         self.latest: Moment | None = None  # the last change since the last edge
         self.state = [ABSENT] * len(rank.rows)
         self._numbers = [ABSENT] * len(rank.rows)
@@ -203,8 +204,8 @@ class _Steps:
 
     @property
     def _ahead(self) -> Moment | None:
-        moments = self._rank.moments
-        return moments[self._at] if self._at < len(moments) else None
+        # What died with the process, at the very end, is no difference.
+        return self._rank.moments[self._at] if self._at <= self._last else None
 
     def advance(self) -> Moment | None:
         """The next moment before the edge that changed something or failed; None where the edge is reached."""

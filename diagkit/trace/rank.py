@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diagkit.trace.schema import ABSENT, Cause, Facts, Header, Moment, Phase, Row
+from diagkit.trace.schema import ABSENT, OPTIMIZER, OPTIMIZER_STATE, PARAMETER, Cause, Facts, Header, Moment, Phase, Row
 from diagkit.trace.shapes import LocalShapes
 
 if TYPE_CHECKING:
@@ -93,6 +93,26 @@ class RankTrace:
             parent = self.phases.get(phase.parent, self.phases[0])
             phase = parent if parent.ordinal < phase.ordinal else self.phases[0]
         return phase
+
+    @property
+    def living(self) -> int:
+        """Index of the last moment at which what is watched still lived; -1 where there is no moment.
+
+        Optimizers and models that only died after it, outside any phase and by no call, went with the job's own end,
+        which says nothing of how they were.
+        """
+        last = len(self.moments) - 1
+        at = last
+        while at > 0 and self._only_dies(self.moments[at]):
+            at -= 1
+        gone = {self.rows[change.start].kind for moment in self.moments[at + 1 :] for change in moment.changes}
+        return at if gone.intersection((PARAMETER, OPTIMIZER_STATE, OPTIMIZER)) else last
+
+    @staticmethod
+    def _only_dies(moment: Moment) -> bool:
+        if moment.phase or moment.failure or moment.cause or moment.key:
+            return False
+        return all(change.facts == ABSENT for change in moment.changes)
 
     def state(self, moment: int | Moment) -> State:
         """The state right after a moment. Reading forward is cheap; going back replays from the beginning."""

@@ -55,8 +55,8 @@ class Tensors:
 
 
 def tensors(trace: Trace, told: RankTrace, moment: int | None) -> Tensors:
-    """The tensors of one rank after a moment (None: the last), and how the others differ from it at the end."""
-    at = moment if moment is not None else len(told.moments) - 1
+    """The tensors of one rank after a moment (None: the last at which they lived), and how others differ at the end."""
+    at = moment if moment is not None else told.living
     lines = ResidencyTable.at(told, at, kinds=TENSOR_KINDS).lines if told.moments else ()
     others = [rank for rank in trace if rank is not told and rank.moments]
     found, left_out, unlike = _compare(told, others) if told.moments else ([], 0, set())
@@ -108,7 +108,7 @@ def _shown(rank: RankTrace) -> list[str]:
     words = [_word(facts) for facts in rank.facts]
     return [
         words[number] if row.kind in TENSOR_KINDS else ""
-        for row, number in zip(rank.rows, rank.state(-1).facts, strict=True)
+        for row, number in zip(rank.rows, rank.state(rank.living).facts, strict=True)
     ]
 
 
