@@ -86,7 +86,7 @@ def test_two_ranks_on_one_device_are_told(folder: pathlib.Path, answers: Answers
     assert [answer and answer["device"] for answer in answers["dk803"]] == [0, 0]
     (found,) = findings(folder, "dk803")
     assert (found.code, found.names, found.ranks) == ("DK803", ("npu:0",), (0, 1))
-    assert "set_device" in found.remedy and "compute on it" in found.evidence[0]
+    assert "set_device" in found.remedy and "compute on one device" in found.evidence[0]
 
 
 def test_index_0_on_every_rank_is_no_fault_where_each_sees_one_device_of_its_own(

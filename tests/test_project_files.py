@@ -126,6 +126,15 @@ def test_a_picture_of_a_simulated_run_says_so() -> None:
         assert "simulated" in path.read_text(), path.name
 
 
+def test_the_lines_that_a_picture_names_are_those_of_the_code() -> None:
+    pictures = (ROOT / "notebooks" / "pictures").glob("*.svg")
+    named = {found for path in pictures for found in re.findall(r"\b(moves|checkpoint)\.py:(\d+)", path.read_text())}
+    assert {file for file, _ in named} == {"moves", "checkpoint"}
+    for file, line in named:
+        code = (ROOT / "diagkit" / "lab" / "engines" / f"{file}.py").read_text().splitlines()[int(line) - 1]
+        assert {"moves": ".to(device)", "checkpoint": ".state_dict()"}[file] in code, "make pictures"
+
+
 def test_the_top_level_is_the_agreed_one() -> None:
     names = {path.relative_to(ROOT).parts[0] for path in tracked()}
     assert {name for name in names if not name.startswith(".")} <= TOP_LEVEL | USUAL

@@ -58,7 +58,7 @@ def shared_seats(ranks: Iterable[RankTrace], world_size: int) -> Iterator[Findin
         if len(those) > 1 and rule.asks(Subject("rank", first, World(), other=last)):
             on = tuple(sorted(rank for rank, _ in those))
             said = (
-                tr("ranks {ranks} of host {host} compute on it", ranks=spans_text(on), host=first.host),
+                tr("ranks {ranks} of host {host} compute on one device", ranks=spans_text(on), host=first.host),
                 tr("physical device: {name}", name=first.physical),
             )
             yield Finding(rule, rule.severity, (first.device,), "", on, world_size, "", 0, said)

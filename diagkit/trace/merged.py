@@ -115,7 +115,7 @@ class Trace:
         moments = sum(len(rank.moments) for rank in self)
         failures = sum(len(rank.failures) for rank in self)
         rows = max(len(rank.rows) for rank in self)
-        counts = f"{rows} rows, {moments} moments, {failures} failures"
+        counts = f"{rows} rows, {moments} moments, {failures} failure{'s' * (failures != 1)}"
         return f"<Trace {header.run or '?'}: {len(self)} of {self.world_size} ranks, {device}, {counts}>"
 
     def __str__(self) -> str:

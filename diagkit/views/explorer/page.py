@@ -53,7 +53,9 @@ def overview(exploration: Exploration, choice: Choice) -> str:
     if lives:
         names = [*reversed(lives.values())][:LIFELINES]
         many = "".join(f"<div>{svg(lifeline_scene(rank, name, width=620, moments=6))}</div>" for name in names)
-        parts.append(_section("Every way of life, with one tensor that had it", f'<div class="many">{many}</div>'))
+        parts.append(
+            _section("Every history that tensors had, with one tensor of each", f'<div class="many">{many}</div>')
+        )
     trace = exploration.traces[choice.run]
     if trace.world_size > 1:
         parts.append(_section("Ranks", rank_grid(trace).to_html()))
