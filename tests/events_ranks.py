@@ -399,6 +399,37 @@ def dk502_statistics(lab: Lab) -> None:
     lab.answer["mean"] = model[1].running_mean.cpu().tolist()
 
 
+class _Own(nn.Module):
+    """A cache that is empty at first and as long as the rank's batch later, the rank's number, and statistics."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+        self.register_buffer("rank_offset", torch.tensor([rank]), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = x.detach() + self.rank_offset
+        normed: torch.Tensor = self.norm(self.layer(x))
+        return normed
+
+
+@scenario(ranks=2)
+def dk502_own(lab: Lab) -> None:
+    """Buffers that rightly differ by rank, and did before anybody looked."""
+    torch.manual_seed(0)
+    model = _Own(lab.rank).to("npu")
+    fully_shard(model)
+    inputs = torch.randn(8 + lab.rank, 4).add_(lab.rank).to("npu")
+    model(inputs).sum().backward()
+    model.cache = torch.zeros(0, device="npu")
+    with dk.record(model, out=lab.folder, values=("buffers",)) as rec:
+        for _ in range(2):
+            with rec.phase("train"):
+                model(inputs).sum().backward()
+
+
 # ---- detail "full"
 
 

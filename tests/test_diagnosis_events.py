@@ -161,6 +161,15 @@ def test_statistics_that_begin_alike_and_part_in_training_are_no_fault(folder: p
     assert not diagnose(trace)
 
 
+def test_a_cache_a_ranks_number_and_its_batch_statistics_differ_rightly(folder: pathlib.Path) -> None:
+    trace = open_trace(folder / "dk502_own")
+    for name in ("cache", "rank_offset", "norm.running_mean"):
+        (row,) = (row.id for row in trace[0].rows if row.name == name)
+        first, second = (rank.facts[rank.state(-1).facts[row]] for rank in trace)
+        assert getattr(first, "digest", None) != getattr(second, "digest", None) is not None
+    assert not diagnose(trace)
+
+
 # ---- DK703
 
 

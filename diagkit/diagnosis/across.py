@@ -25,6 +25,10 @@ from diagkit.trace.spans import spans_text
 
 #: Where ranks are compared: ordinal, name, and whether the phase ends or begins; (-1, "", "last"): the trace ends.
 Rest = tuple[int, str, str]
+#: In place of a number: nothing of the tensor is on this rank.
+EMPTY = -1
+#: Buffers of batch normalisation, each rank's own without SyncBatchNorm.
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def disagreements(ranks: Iterable[RankTrace]) -> Iterator[Hit]:
@@ -65,7 +69,7 @@ def shared_seats(ranks: Iterable[RankTrace], world_size: int) -> Iterator[Findin
 
 
 class _Numbers:
-    """Gives what is compared of a record a number; 0 for what is not."""
+    """Gives what is compared of a record a number; 0 for what is not, `EMPTY` for a tensor without elements."""
 
     def __init__(self) -> None:
         self.facts: list[Facts | None] = [None]
@@ -80,7 +84,8 @@ class _Numbers:
         number = self._seen.get(facts)
         if number is None:
             alike = alike_on_all_ranks(facts)
-            number = 0 if alike is None else self._known.setdefault(alike, len(self.facts))
+            nothing = EMPTY if isinstance(facts, Residency) and facts.empty else 0
+            number = nothing if alike is None else self._known.setdefault(alike, len(self.facts))
             if alike is not None and number == len(self.facts):
                 self.facts.append(alike)
             self._seen[facts] = number
@@ -151,7 +156,9 @@ def _differences(alike: list[_Life], usual: _Life, numbers: _Numbers) -> Iterato
     for (kind, began_so), rows in groups.items():
         here, there = numbers.facts[began_so.here], numbers.facts[began_so.there]
         rule = None if here is None else _rule(kind, here, there, began_so.agreed)
-        if here is None or rule is None:
+        if rule is not None and rule.code == "DK502":
+            rows = [row for row in rows if first.rank.rows[row].name.rpartition(".")[2] not in STATISTICS]
+        if here is None or rule is None or not rows:
             continue
         note = tr("beside rank {rank}: {differences}", rank=usual.rank.rank, differences=_told(here, there))
         lasting = not apart.keys().isdisjoint(rows)
@@ -190,7 +197,8 @@ def _beginnings(
         for row, (here, there) in apart.items():
             if row not in began:
                 began[row] = _Beginning(rest, here, there, row in agreed)
-        agreed.update(row for row in buffers if mine[row] == theirs[row] != 0)
+        # A cache that was empty once got what it holds later, as what was equal once did.
+        agreed.update(row for row in buffers if mine[row] == theirs[row] != 0 or EMPTY in (mine[row], theirs[row]))
     return began, apart
 
 
@@ -213,7 +221,7 @@ def _compared(one: RankTrace, other: RankTrace) -> int:
 
 def _apart(mine: list[int], theirs: list[int], compared: int) -> dict[int, tuple[int, int]]:
     differ = itertools.compress(range(compared), map(operator.ne, mine, theirs))
-    return {row: (mine[row], theirs[row]) for row in differ if mine[row] and theirs[row]}
+    return {row: (mine[row], theirs[row]) for row in differ if mine[row] > 0 and theirs[row] > 0}
 
 
 def _told(here: Facts, there: Facts | None) -> str:

@@ -27,13 +27,15 @@ def buffer_without_values(it: Subject) -> bool:
     Seen in: transformers #45902; SkyRL #1709; LlamaFactory #10820
 
     Detected by: facts, for what nobody wrote since `to_empty` until it is used; an opt-in probe (`record(...,
-    values=("buffers",))`) for what differs by rank. What ranks write differently later, as batch statistics, is set
-    aside, and so is what a buffer exchanged as a whole got with its new tensor.
+    values=("buffers",))`) for what differs by rank. Set aside are what ranks write differently later, what a buffer
+    exchanged as a whole got with its new tensor, what was empty at first, batch statistics (every rank's own without
+    SyncBatchNorm) and whole numbers (a rank's offset or seed).
 
     Severity: silent; NaN later.
     """
     if it.other is not None:
         mine, theirs = it.tensor.digest, it.other.digest if isinstance(it.other, Residency) else None
-        return mine is not None and theirs is not None and mine != theirs
+        own = it.tensor.dtype.startswith(("int", "uint", "bool"))  # a rank's offset, seed or count
+        return mine is not None and theirs is not None and mine != theirs and not own
     used = it.world.expects("train", "eval", "save", "export") or any(g.lazy_init == "done" for g in it.world.groups)
     return it.past.emptied and it.tensor.unwritten and used
