@@ -173,6 +173,14 @@ def test_what_a_guard_stopped_is_told_with_the_line_to_delete() -> None:
     assert alone.fates[0].how == "failed outside any phase: MoveBlocked"
 
 
+def test_a_chinese_sentence_has_chinese_stops() -> None:
+    with language("zh"):
+        report = compose(engine_trace(ranks=2))
+    assert all(sentence.endswith("。") for sentence in report.sentences[::2]), report.sentences
+    for line in report.findings[0].evidence:
+        assert not re.search(r"[\u4e00-\u9fff][:.,]", line), line
+
+
 # ---- did the fix hold
 
 FIXES = [

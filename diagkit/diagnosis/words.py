@@ -67,9 +67,9 @@ def evidence(hit: Hit, failure: Failure | None) -> Iterator[str]:
     facts = facts_of(hit)
     noun = _counted(hit)
     if isinstance(facts, Residency):
-        yield f"{noun}: {_tensor(facts)}"
+        yield tr("{tensors}: {state}", tensors=noun, state=_tensor(facts))
     elif isinstance(facts, GroupFacts):
-        yield f"{noun}: {_group(facts)}"
+        yield tr("{tensors}: {state}", tensors=noun, state=_group(facts))
     elif isinstance(facts, EngineFacts):
         yield _engine(facts, hit.rank)
     elif isinstance(facts, OptimizerFacts):

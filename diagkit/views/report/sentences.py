@@ -64,7 +64,7 @@ def _apart(finding: Finding) -> str:
     seen = _bare(finding.evidence[0]) if finding.evidence else finding.title
     cause = finding.cause
     if cause is None:
-        return tr("In {phase}, {seen}.", phase=finding.phase, seen=seen) if finding.phase else f"{seen}."
+        return tr("In {phase}, {seen}.", phase=finding.phase, seen=seen) if finding.phase else _ended(seen)
     metadata, slash, storage = finding.residency.partition("/")
     if slash and storage.partition(" ")[0].partition(":")[0] != metadata.partition(":")[0]:
         done = trn(
@@ -78,7 +78,7 @@ def _apart(finding: Finding) -> str:
         done = tr("left this behind: {seen}", seen=seen)
     where = f"{cause.frame.function} ({cause.frame.place})" if cause.frame else tr("a line that was not recorded")
     what = tr("{where} called {call}, which {done}", where=where, call=public_call(cause), done=done)
-    return tr("In {phase}, {what}.", phase=finding.phase, what=what) if finding.phase else f"{what}."
+    return tr("In {phase}, {what}.", phase=finding.phase, what=what) if finding.phase else _ended(what)
 
 
 def _where(fact: Residency) -> str:
@@ -171,4 +171,4 @@ def _bare(text: str) -> str:
 
 
 def _ended(text: str) -> str:
-    return text if text.endswith((".", "。", "!", "?")) else f"{text}."
+    return text if text.endswith((".", "。", "!", "?")) else tr("{sentence}.", sentence=text)
