@@ -132,12 +132,18 @@ class Guard:
     def _moved(self, module: nn.Module, recurse: bool) -> list[Offloaded]:
         """The parameters to watch over that a call of the module's `_apply` reaches: FSDP2's slots, whatever is in them
         now, and any other slot that holds the same parameter."""
+        roots = models_in(self._models()).values()
         slots: set[tuple[int, str]] = set()
         values: set[int] = set()
+        sharded = False
         for part in parts(module, recurse):
             for slot, value in part._parameters.items():
                 slots.add((id(part), slot))
                 values.add(id(value))
+                sharded = sharded or (value is not None and internals.local_tensor(value) is not None)
+        if not sharded:  # a stranger's, or gathered just now
+            own = {id(part) for root in roots for part in parts(root, True)}
+            slots = {slot for slot in slots if slot[0] in own}
 
         def reached(record: Any) -> bool:
             return id(record.sharded_param) in values or any(
@@ -146,7 +152,7 @@ class Guard:
 
         if not slots:
             return []
-        found = (entry for root in models_in(self._models()).values() for entry in offloaded(root, reached))
+        found = (entry for root in roots for entry in offloaded(root, reached))
         return list({id(entry.record): entry for entry in found}.values())
 
     def _meet(self, move: Move) -> None:
