@@ -232,7 +232,7 @@ def text(cell: Any) -> str:
 
 def test_both_ranks_share_one_table(outputs: dict[str, str]) -> None:
     assert outputs["healthy"].count("tensor ") == 1
-    assert "ranks all 2, simulated npu" in outputs["healthy"]
+    assert "all 2 ranks, simulated npu" in outputs["healthy"]
     assert "no residency hazard found (simulated accelerator)" in outputs["healthy"]
 
 
@@ -247,19 +247,19 @@ def test_the_split_is_seen_on_both_and_its_cause_is_the_cells_line(outputs: dict
 
 def test_the_crash_is_explained_once_for_both(outputs: dict[str, str]) -> None:
     assert outputs["explain"].count("DK101") >= 1
-    assert "ranks all 2: RuntimeError: Attempted to set the storage" in outputs["explain"]
+    assert "all 2 ranks: RuntimeError: Attempted to set the storage" in outputs["explain"]
 
 
 def test_both_ranks_show_one_plan_and_heal_together(outputs: dict[str, str]) -> None:
-    assert "ranks all 2: would mend (simulated accelerator):" in outputs["plan"]
+    assert "all 2 ranks: would mend (simulated accelerator):" in outputs["plan"]
     assert "4 parameters: on the CPU again" in outputs["plan"]
     for rank in (0, 1):
         assert f"{rank} ('DK101',)" in outputs["heal"]
-    assert "ranks all 2: nothing to mend (simulated accelerator)" in outputs["again"]
+    assert "all 2 ranks: nothing to mend (simulated accelerator)" in outputs["again"]
 
 
 def test_the_guard_stops_the_move_on_both(outputs: dict[str, str]) -> None:
-    assert "ranks all 2: <Guard of FSDPSequential, on_move='raise'>" in outputs["guard"]
+    assert "all 2 ranks: <Guard of FSDPSequential, on_move='raise'>" in outputs["guard"]
     for rank in (0, 1):
         assert f"rank {rank}: a move of FSDPSequential to npu:{rank} splits its parameters" in outputs["stopped"]
     assert "Module.to npu:0" in outputs["told"] and outputs["off"] == ""

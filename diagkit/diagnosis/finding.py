@@ -287,6 +287,19 @@ def ranks_text(ranks: tuple[int, ...], world_size: int) -> str:
     return tr("{ranks} of {count}", ranks=spans_text(ranks), count=world_size)
 
 
+def named_ranks(ranks: tuple[int, ...], world_size: int) -> str:
+    """``"all 8 ranks"``, ``"rank 3"``, ``"ranks 0..6 of 8"``: the same within a line.
+
+    >>> named_ranks((0, 1), 2), named_ranks((1,), 2), named_ranks((0, 1), 8)
+    ('all 2 ranks', 'rank 1 of 2', 'ranks 0, 1 of 8')
+    """
+    if len(ranks) == world_size > 1:
+        return f"all {world_size} ranks"
+    if world_size == 1:
+        return "1 rank"
+    return f"rank{'s' * (len(ranks) != 1)} {ranks_text(ranks, world_size)}"
+
+
 def _cause(cause: Cause) -> dict[str, Any]:
     frame = cause.frame
     return {

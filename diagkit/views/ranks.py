@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from diagkit.diagnosis import Findings, diagnose
-from diagkit.diagnosis.finding import ranks_text
+from diagkit.diagnosis.finding import named_ranks
 from diagkit.trace import RankTrace, Trace
 from diagkit.trace.schema import TENSOR_KINDS, Residency, Row, device_type
 from diagkit.trace.table import ResidencyLine, ResidencyTable
@@ -56,9 +56,7 @@ class TextOfRanks:
             own = "\n".join(line for line in text.splitlines() if not line.startswith("  ranks: ")) or _NOTHING
             # One of ranks that differ in nothing but the index of their device speaks for all.
             groups.setdefault(_INDEX.sub(r"\1", own), ([], own))[0].append(rank)
-        return "\n\n".join(
-            f"ranks {ranks_text(tuple(ranks), self.world_size)}: {own}" for ranks, own in groups.values()
-        )
+        return "\n\n".join(f"{named_ranks(tuple(ranks), self.world_size)}: {own}" for ranks, own in groups.values())
 
 
 def merged_table(trace: Trace) -> ResidencyTable:
@@ -74,10 +72,10 @@ def merged_table(trace: Trace) -> ResidencyTable:
     told = tuple(
         line
         if len(ranks) == trace.world_size
-        else replace(line, notes=(*line.notes, f"rank {ranks_text(tuple(ranks), trace.world_size)}"))
+        else replace(line, notes=(*line.notes, f"{named_ranks(tuple(ranks), trace.world_size)}"))
         for line, ranks in lines.items()
     )
-    title = f"ranks {ranks_text(tuple(trace.ranks), trace.world_size)}, {device}, torch {header.torch or '?'}"
+    title = f"{named_ranks(tuple(trace.ranks), trace.world_size)}, {device}, torch {header.torch or '?'}"
     return ResidencyTable(told, title, trace.simulated)
 
 

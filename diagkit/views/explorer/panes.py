@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from diagkit.diagnosis.finding import ranks_text
+from diagkit.diagnosis.finding import named_ranks
 from diagkit.trace.schema import Cause, Frame, Moment
 from diagkit.views.explorer.model import Exploration, Shown
 from diagkit.views.html import chip, framed, grid
@@ -96,7 +96,7 @@ def _frame(frame: Frame, culprit: bool) -> str:
 def finding_title(exploration: Exploration, run: int, number: int) -> str:
     """``"DK101 pinned split-brain, all 2 ranks"``."""
     finding = exploration.findings(run)[number]
-    return clean(f"{finding.code} {finding.title}, ranks {ranks_text(finding.ranks, finding.world_size)}")
+    return clean(f"{finding.code} {finding.title}, {named_ranks(finding.ranks, finding.world_size)}")
 
 
 def findings_table(exploration: Exploration, run: int) -> str:
