@@ -136,8 +136,8 @@ def test_python_headers_are_asked_for_when_they_are_missing(monkeypatch: pytest.
         build._include_python()
 
 
-@pytest.mark.parametrize("version", ["2.8.0", "1.13.1+cu117", "2.8.1.dev20250601"])
-def test_a_torch_older_than_2_9_is_refused(version: str) -> None:
+@pytest.mark.parametrize("version", ["2.7.1", "1.13.1+cu117", "2.7.0.dev20250601"])
+def test_a_torch_older_than_2_8_is_refused(version: str) -> None:
     facts = dataclasses.replace(build.torch_facts(), version=version)
     with pytest.raises(UnsupportedTorch, match=f"too old for the simulated accelerator: found {version.split('+')[0]}"):
         build.check_torch(facts)
