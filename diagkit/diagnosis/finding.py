@@ -132,12 +132,8 @@ class Finding:
         next_ = tr("next, {when}", when=self.as_of) if self.as_of else tr("next")
         out += [f"  {next_}: {c}" for c in bad[:width]]
         if len(bad) > width:
-            more = trn(
-                "and {count} more operation that fails or goes wrong",
-                "and {count} more operations that fail or go wrong",
-                len(bad) - width,
-            )
-            out.append(f"  {tr('next')}: {more}")
+            rest = ", ".join(c.operation for c in bad[width:])
+            out.append(f"  {tr('next')}: {tr('these fail or go wrong, too: {operations}', operations=rest)}")
         out.append(f"  {tr('remedy')}: {self.remedy}")
         out += [f"  {tr('call')}: {line}" for line in self.call.splitlines()]
         return [printable(line) for line in out]  # traces come from strangers
