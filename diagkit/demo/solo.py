@@ -36,7 +36,7 @@ class Solo:
             f"{self.device} (SIMULATED in host memory; FSDP2 and DTensor are real)" if self.simulated else self.device
         )
         who = "1 rank in this process" if self.ranks == 1 else f"rank {self.rank} of {self.ranks}"
-        return f"{who} on {what}, process group {self.group}, torch {self.torch}"
+        return f"{who} on {what}\nprocess group {self.group}, torch {self.torch}"
 
     __repr__ = __str__
 

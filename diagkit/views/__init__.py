@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from diagkit.views.lifelines import lifeline
     from diagkit.views.maps import before_after, residency_map
     from diagkit.views.matrix import outcome_matrix
+    from diagkit.views.printed import wrapped
     from diagkit.views.volumes import bytes_by_device
     from diagkit.views.whatif_panel import whatif
 
@@ -31,6 +32,7 @@ __all__ = [
     "rank_grid",
     "residency_map",
     "whatif",
+    "wrapped",
 ]
 
 _HOMES = {
@@ -44,6 +46,7 @@ _HOMES = {
     "rank_grid": "grid",
     "residency_map": "maps",
     "whatif": "whatif_panel",
+    "wrapped": "printed",
 }
 
 _NEEDS = {"matplotlib": ("figures need", "report"), "ipywidgets": ("the laboratory needs", "notebook")}
