@@ -30,6 +30,8 @@ SMALLER: dict[str, dict[str, Any]] = {
 PROMISES = ("you can\n", "你能够\n")
 #: A notebook in another language -> the one that it was translated from.
 TRANSLATIONS = {"02 崩溃与守卫": "02 The crash and the guard"}
+#: Characters of a printed line: JupyterLab breaks a wider one at the page's edge, inside a word.
+WIDTH = 110
 #: Seconds of processor time that one notebook may take, its ranks included.
 BUDGET = 25.0
 
@@ -77,7 +79,14 @@ def test_a_notebook_runs_and_its_claims_hold(path: pathlib.Path, tmp_path: pathl
     shown = "".join(output.get("text", "") + str(output.get("data", "")) for output in outputs)
     assert shown.count("<svg") >= 2, "the figures are there"
     assert torch.accelerator.is_available() or "SIMULATED" in shown, "who reads the outputs must know"
+    assert not [line for output in outputs for line in printed(output).splitlines() if len(line) > WIDTH]
     assert seconds <= BUDGET, f"{path.name} took {seconds:.1f} s of processor time"
+
+
+def printed(output: Any) -> str:
+    """What a reader sees of it as plain text: nothing of what has a page or a widget beside."""
+    data = output.get("data", {})
+    return str(output.get("text") or (data["text/plain"] if set(data) == {"text/plain"} else ""))
 
 
 @pytest.mark.slow
