@@ -202,7 +202,7 @@ def explain(exc: BaseException | None = None) -> Explanation:
     before = earlier if blamed is failure else None
     if isinstance(findings, Findings) and findings.blind:  # there may be facts that speak for it, only nobody saw them
         told = by_text(blamed, operation, where=_where(error), earlier=before)
-        return replace(told, notes=(f"nothing could be looked at: {findings.blind}",))
+        return replace(told, notes=(f"nothing could be looked at: {findings.blind}",), simulated=findings.simulated)
     return by_facts(blamed, findings, operation, earlier=before, where=_where(error))
 
 

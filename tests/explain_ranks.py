@@ -485,7 +485,7 @@ def answer_of(make: Callable[[], Call]) -> dict[str, Any]:
         return {
             **found.to_json(),
             "text": repr(found),
-            "html": len(found._repr_html_()),
+            "html": found._repr_html_(),
             "seconds": seconds,
             "held": held,
         }

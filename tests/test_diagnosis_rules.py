@@ -335,6 +335,13 @@ def test_the_representations_are_short_and_escaped() -> None:
     assert printable("a\x1bb") == "a\\x1bb"
 
 
+def test_what_a_remedy_has_in_backticks_is_code_on_a_page() -> None:
+    findings = diagnose(engine_trace())
+    assert any("`" in finding.remedy for finding in findings)
+    page = findings._repr_html_()
+    assert "`" not in page and "<code>" in page
+
+
 @pytest.mark.parametrize(
     ("ranks", "world", "text"),
     [((0,), 1, "0, the only one"), ((0, 1), 2, "all 2"), ((0, 1, 2, 5), 8, "0..2, 5 of 8"), ((3, 4), 8, "3, 4 of 8")],

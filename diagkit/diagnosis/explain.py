@@ -38,6 +38,7 @@ class Explanation:
     next: tuple[str, ...] = ()  # what to record to be sure
     stopped: tuple[str, str] | None = None  # code and sentence where a guard stopped the hazard before it happened
     notes: tuple[str, ...] = field(default=())
+    simulated: bool = False  # the model that was looked at is on the simulated accelerator
 
     @property
     def code(self) -> str | None:
@@ -57,6 +58,7 @@ class Explanation:
         return {
             "code": self.code,
             "certain": self.certain,
+            "simulated": self.simulated,
             "error": self.error,
             "operation": self.operation,
             "rank": self.rank,
@@ -77,8 +79,9 @@ class Explanation:
             tr("during {operation}", operation=self.operation) if self.operation else "",
             self.where,
         ]
-        if any(at):
-            lines.append("  " + ", ".join(filter(None, at)))
+        where = [", ".join(filter(None, at)), tr("(simulated accelerator)") if self.simulated else ""]
+        if any(where):
+            lines.append("  " + " ".join(filter(None, where)))
         if self.earlier:
             lines.append("  " + tr("the first error, which this one follows from: {error}", error=self.earlier))
         if self.findings:
@@ -104,7 +107,7 @@ class Explanation:
             return f"<pre>{html.escape(repr(self))}</pre>"
         head = f"<p><code>{html.escape(self.error)}</code><br>{html.escape(self.where)}</p>"
         first = f"<p>{html.escape(tr('the first error: {error}', error=self.earlier))}</p>" if self.earlier else ""
-        return f"<div>{head}{first}{Findings(self.findings)._repr_html_()}</div>"
+        return f"<div>{head}{first}{Findings(self.findings, simulated=self.simulated)._repr_html_()}</div>"
 
 
 def by_facts(
@@ -135,6 +138,7 @@ def by_facts(
         where=where,
         earlier=_error(earlier) if earlier is not None else "",
         stopped=told(failure),
+        simulated=isinstance(findings, Findings) and findings.simulated,
         notes=()
         if explains or not names
         else (tr("the text is known ({names}), but no fact supports it", names=", ".join(sorted(names))),),

@@ -251,7 +251,7 @@ class Findings(list[Finding]):
                     else []
                 ),
                 *((tr("next"), html.escape(str(c))) for c in f.consequences if c.outcome not in ("ok", "unknown")),
-                (tr("remedy"), html.escape(f.remedy)),
+                (tr("remedy"), prose_html(f.remedy)),
                 *(
                     [(tr("call"), f"<code>{'<br>'.join(map(html.escape, f.call.splitlines()))}</code>")]
                     if f.call
@@ -268,6 +268,16 @@ class Findings(list[Finding]):
         parts += [f"<p>{tr('note')}: {html.escape(note)}</p>" for note in self.notes]
         parts += [f"<p>{html.escape(line)}</p>" for line in self._unread()]
         return "".join(parts) + "</div>"
+
+
+def prose_html(text: str) -> str:
+    """A text of ours as HTML: what stands in backticks is code.
+
+    >>> prose_html("Pass `a<b`.")
+    'Pass <code>a&lt;b</code>.'
+    """
+    parts = map(html.escape, text.split("`"))
+    return "".join(f"<code>{part}</code>" if n % 2 else part for n, part in enumerate(parts))
 
 
 def ranks_text(ranks: tuple[int, ...], world_size: int) -> str:

@@ -6,7 +6,7 @@ import html
 from dataclasses import dataclass, field
 from typing import Any
 
-from diagkit.diagnosis.finding import Finding, patterns
+from diagkit.diagnosis.finding import Finding, patterns, prose_html
 from diagkit.trace.values import printable
 
 
@@ -90,7 +90,7 @@ class Healing:
         left = "text-align:left;vertical-align:top"
         body = "".join(
             f"<tr><th style='{left}'>{html.escape(code)}</th><td style='{left}'>{html.escape(what)}<br>"
-            + "<br>".join(f"<small>{html.escape(line)}</small>" for line in more)
+            + "<br>".join(f"<small>{prose_html(line)}</small>" for line in more)
             + "</td></tr>"
             for code, what, more in rows
         )

@@ -15,10 +15,10 @@ from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from diagkit import __version__
-from diagkit.diagnosis.finding import ranks_text
+from diagkit.diagnosis.finding import prose_html, ranks_text
 from diagkit.errors import MissingDependency, UsageError
 from diagkit.language import tr, trn
 from diagkit.trace.schema import PARAMETER
@@ -108,11 +108,7 @@ def _environment() -> Environment:
 
 
 def _prose(value: str) -> Markup:
-    """A text of ours: what stands in backticks is code."""
-    parts = (
-        Markup("<code>{}</code>").format(part) if n % 2 else escape(part) for n, part in enumerate(value.split("`"))
-    )
-    return Markup("").join(parts)
+    return Markup(prose_html(value))
 
 
 def _visible(value: Any) -> Any:
