@@ -81,6 +81,14 @@ CELLS = {
     "guard": "%guard model skip",
     "move": "print(model.npu() is model, {str(p.device) for p in model.parameters()})",
     "off": "%guard off",
+    "stopped": """
+        with dk.guard(model):
+            try:
+                model.npu()
+            except dk.errors.MoveBlocked as error:
+                print(error)
+                print(dk.explain())
+    """,
 }
 
 
@@ -125,3 +133,8 @@ def test_five_steps_later_it_is_the_run_that_never_broke(outputs: dict[str, str]
 def test_a_guard_for_the_rest_of_the_notebook_is_one_line(outputs: dict[str, str]) -> None:
     assert "<Guard of FSDPSequential, on_move='skip'>" in outputs["guard"]
     assert outputs["move"].strip() == "True {'cpu'}"
+
+
+def test_a_guard_names_the_line_of_a_cell_and_not_the_file_that_the_kernel_made_of_it(outputs: dict[str, str]) -> None:
+    assert "(at notebook, line 3: model.npu()). Leave" in outputs["stopped"]
+    assert "delete the move at notebook, line 3: model.npu()." in outputs["stopped"]

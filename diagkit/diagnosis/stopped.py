@@ -13,7 +13,7 @@ from diagkit.trace.schema import Failure
 __all__ = ["told"]
 
 _CODE = re.compile(r"\((DK\d{3})[a-z]?\)")
-_LINE = re.compile(r"\(at ([^()]{1,300})\)")
+_LINE = re.compile(r"\(at (.{1,300}?)\)\.(?!\S)", re.DOTALL)  # a cell is told by its code, which has parentheses too
 
 
 def told(failure: Failure) -> tuple[str, str] | None:
@@ -21,6 +21,8 @@ def told(failure: Failure) -> tuple[str, str] | None:
 
     >>> told(Failure("MoveBlocked", "a move splits it (DK101): found Module.to (at engine.py:12 save). Leave it.", ""))
     ('DK101', 'dk.guard stopped DK101 before it happened: delete the move at engine.py:12 save.')
+    >>> told(Failure("MoveBlocked", "it splits (DK101) (at notebook, line 3: model.to(device)). Leave it.", ""))[1]
+    'dk.guard stopped DK101 before it happened: delete the move at notebook, line 3: model.to(device).'
     """
     code = _CODE.search(failure.message) if failure.type == "MoveBlocked" else None
     if code is None:

@@ -162,7 +162,7 @@ class Guard:
         if self.on_move == "raise":
             raise move.blocked()
         if self.on_move == "warn" and first:
-            warnings.warn_explicit(str(move.blocked()), MoveWarning, move.file, move.number)
+            warnings.warn_explicit(str(move.blocked()), MoveWarning, move.frame.file, move.frame.line)
 
     def _watched(self, module: nn.Module, fn: Function, recurse: bool, moved: list[Offloaded]) -> Function:
         """The function, held to what the guard allows; it is called as often, and with the same tensors, as ever."""

@@ -13,6 +13,7 @@ from diagkit.capture.gates import Function, parts
 from diagkit.errors import MoveBlocked
 from diagkit.remedy.functions import cast_of
 from diagkit.remedy.offloaded import Offloaded
+from diagkit.trace.schema import Frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +26,12 @@ class Move:
     parameters: int  # how many of them would move
     harm: str
     early: bool  # lazy init has not run: it may be an initialisation that moves there and back
-    file: str
-    number: int
-    function: str
+    frame: Frame  # the user's line
 
     @classmethod
     def of(cls, module: nn.Module, target: torch.device, moved: Sequence[Offloaded], recurse: bool) -> Move:
         """The move of ``module`` that is on the stack now."""
         cause = from_stack("Module._apply", (), "", 0)
-        frame = cause.frame
         inside = {id(part) for part in parts(module, recurse)}
         return cls(
             call=cause.chain[-1] if cause.chain[-1:] and "." in cause.chain[-1] else cause.operation,
@@ -42,19 +40,13 @@ class Move:
             parameters=len(moved),
             harm=_harm(moved, str(target), inside),
             early=all(entry.facts.lazy_init == "no" for entry in moved),
-            file=frame.file if frame else "<unknown>",
-            number=frame.line if frame else 0,
-            function=frame.function if frame else "?",
+            frame=cause.frame or Frame("<unknown>", 0, "?"),
         )
 
     @property
     def line(self) -> str:
         """``"moves.py:48 load_model_to_device: Module.to npu:0"``."""
-        return f"{self._where}: {self.call} {self.target}"
-
-    @property
-    def _where(self) -> str:
-        return f"{self.file.rpartition('/')[2]}:{self.number} {self.function}"
+        return f"{self.frame}: {self.call} {self.target}"
 
     def blocked(self) -> MoveBlocked:
         """The error of a guard that raises; its text is also the warning of one that warns."""
@@ -67,7 +59,7 @@ class Move:
             f"a move of {self.module} to {self.target} {self.harm}",
             found=f"{self.call} over {self.parameters} parameter{'s' * (self.parameters > 1)} under CPUOffloadPolicy",
             expected="parameters that stay on the CPU",
-            where=self._where,
+            where=str(self.frame),
             remedy=f"Leave the module where it is: FSDP2 brings each layer to the accelerator by itself. Move inputs "
             f"and buffers alone; copy a single tensor with p.to({self.target.partition(':')[0]!r}){later}",
         )
