@@ -162,7 +162,7 @@ def debug_mode(model: nn.Module, optimizer: Optimizer) -> str:
 
 
 def profiler(model: nn.Module, optimizer: Optimizer) -> str:
-    with torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True) as run:
+    with torch.profiler.profile(profile_memory=True, record_shapes=True) as run:
         first(model).clone()
     return "; ".join(sorted({f"{event.key} {event.device_type}" for event in run.key_averages()}))
 
