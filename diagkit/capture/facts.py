@@ -42,11 +42,16 @@ class GroupWatch:
         self.state = nowhere
 
     @property
+    def initialised(self) -> bool:
+        """Whether lazy init was done when last read: it stays so, unless the root mark is taken away again."""
+        return self.last is not None and self.last[4] is not None and self.last[5] == "done"
+
+    @property
     def gathered(self) -> bool:
         """Whether its parameters are gathered now."""
         group = None if self.group is None else self.group()
-        state = getattr(group, "_sharded_state", None)
-        return state is not None and state is not internals.sharded()
+        # The name, since asking for the enumeration costs more than the rest together, in every step.
+        return getattr(getattr(group, "_sharded_state", None), "name", "SHARDED") != "SHARDED"
 
     def has_gradients(self, trained: set[int]) -> bool:
         """Whether one of its parameters is among these (ids) and has a gradient."""
@@ -62,8 +67,7 @@ class GroupWatch:
             return None
         try:
             root = state._is_root
-            # What is done once stays done, unless the root mark is taken away again.
-            done = root is not None and self.last is not None and self.last[5] == "done"
+            done = root is not None and self.initialised
             now = (
                 None if group is None else group._sharded_state,
                 *_passing(state, group or state),
@@ -138,6 +142,9 @@ class OptimizerWatch:
     live: Callable[[], Iterable[Iterable[torch.Tensor]]]  # the parameters of the watched models, model by model
     trained: Callable[[], set[int]]  # ids of the parameters that any watched optimizer holds
     known: int = -1  # entries of its state when rows were last made
+    held: Any = None  # what a glance at its whole state showed last (`glance`) ...
+    changes: int = 0  # ... how often that was something new ...
+    looked: bool = False  # ... and whether this reading has looked
     _slot: Any = None  # the slot asked for last, and its state: parts of one parameter are read one after another
     _state: Any = None
     _seen: tuple[list[int], list[list[tuple[int, bool]]]] = ([], [])  # ids of its and of the live parameters last time
@@ -153,8 +160,9 @@ class OptimizerWatch:
         return self._state
 
     def forget(self) -> None:
-        """Lets go of the state asked for last."""
+        """The reading is over: lets go of the state asked for last, and looks again next time."""
         self._slot = self._state = None
+        self.looked = False
 
     def read(self) -> OptimizerFacts | None:
         """Its facts against the live parameters; None when it is gone.

@@ -8,15 +8,17 @@ itself (`residency.py` says so too).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
 
 import torch
 
+from diagkit import torch_internals as internals
 from diagkit.capture.entries import Gradient, Slot, State
-from diagkit.capture.facts import OptimizerWatch
-from diagkit.trace.schema import GRADIENT, OPTIMIZER, OPTIMIZER_STATE, PARAMETER
+from diagkit.capture.facts import GroupWatch, OptimizerWatch
+from diagkit.trace.schema import GRADIENT, GROUP, OPTIMIZER, OPTIMIZER_STATE, PARAMETER
 
 Signature = tuple[Any, ...]
 #: Rows looked at together: several passes over more than the processor's cache holds cost more than they save.
@@ -32,6 +34,9 @@ _device = attrgetter("device")
 _dtype = attrgetter("dtype")
 _wants_grad = attrgetter("requires_grad")
 _grad = attrgetter("grad")
+_root = attrgetter("_is_root")
+_training = attrgetter("_training_state")
+_pending = attrgetter("_state_ctx.post_backward_final_callback_queued")
 
 
 def glance(kind: str, entries: Sequence[Any]) -> Signature | None:
@@ -53,7 +58,7 @@ def _parameters(slots: Sequence[Slot]) -> Signature:
         list(map(_state, records)),
         list(map(_device, params)),
         list(map(_dtype, params)),
-        list(map(_dtype, locals_)),
+        list(map(id, locals_)),
         list(map(_wants_grad, params)),
         list(map(id, params)),
         [id(slot.module()._parameters.get(slot.name)) for slot in slots],  # type: ignore[union-attr]
@@ -61,26 +66,59 @@ def _parameters(slots: Sequence[Slot]) -> Signature:
 
 
 def _gradients(entries: Sequence[Gradient]) -> Signature | None:
-    params = [entry.slot.managed().sharded_param for entry in entries]  # type: ignore[misc,union-attr]
-    return ("none",) if not any(grad is not None for grad in map(_grad, params)) else None
+    return None if _any_gradient([entry.slot for entry in entries]) else ("none",)
 
 
 def any_gradient(slots: Sequence[Slot]) -> bool:
     """Whether one of the parameters in these slots has a gradient."""
     try:
-        params = [slot.managed().sharded_param for slot in slots]  # type: ignore[misc,union-attr]
-        return any(grad is not None for grad in map(_grad, params))
+        return _any_gradient(slots)
     except Exception:
         return any(Gradient(slot).tensor() is not None for slot in slots)
 
 
-def _states(entries: Sequence[State]) -> Signature:
+def _any_gradient(slots: Sequence[Slot]) -> bool:
+    params = map(_sharded_param, [slot.managed() for slot in slots])  # type: ignore[misc]
+    return not {id(None)}.issuperset(map(id, map(_grad, params)))
+
+
+def _states(entries: Sequence[State]) -> Signature | None:
+    watch = entries[0].watch
+    if not watch.looked:  # once a reading for all blocks of this optimizer
+        held = _held(watch.optimizer())
+        watch.changes += held is None or held != watch.held
+        watch.held, watch.looked = held, True
+    return None if watch.held is None else (watch.changes,)
+
+
+def _held(optimizer: Any) -> Signature | None:
     # Nothing but FSDP2 exchanges what is under a DTensor, only of parameters; a moment that moves is another object.
     # So the object tells, at a fraction of the memory traffic, with the device, because an address may be used again;
     # plain counters are looked at themselves.
-    values: list[torch.Tensor] = [entry.watch.state_of(entry.slot)[entry.part] for entry in entries]  # type: ignore[index]
-    plain = [value for value in values if type(value) is torch.Tensor]
-    return list(map(id, values)), list(map(_device, values)), list(map(_identity, map(_storage, plain)))
+    values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
+    try:
+        devices = list(map(_device, values))
+    except AttributeError:  # not tensors alone; what is in a list may be exchanged without a trace in it
+        if any(isinstance(value, (list, tuple, Mapping)) for value in values):
+            return None
+        values = [value for value in values if isinstance(value, torch.Tensor)]
+        devices = list(map(_device, values))
+    kinds = list(map(type, values))
+    plain = compress(values, [kind is torch.Tensor for kind in kinds])
+    ids = list(map(id, optimizer.state)), list(map(id, values))
+    return *ids, kinds, devices, list(map(_identity, map(_storage, plain)))
+
+
+def _groups(watches: Sequence[GroupWatch]) -> Signature | None:
+    if not all(watch.initialised for watch in watches):
+        return None
+    states = [watch.state() for watch in watches]
+    groups = [state if watch.group is None else watch.group() for watch, state in zip(watches, states, strict=True)]
+    training, pending, running = list(map(_training, groups)), list(map(_pending, states)), internals.backward_running()
+    if not running and (any(pending) or any(internals.enum_name(each) != "idle" for each in set(training))):
+        return None  # perhaps a pass that was broken off, which is looked at twice
+    sharded = [getattr(group, "_sharded_state", None) for group in groups]
+    return sharded, training, pending, running, list(map(_root, states)), [watch.stale for watch in watches]
 
 
 def _optimizers(watches: Sequence[OptimizerWatch]) -> Signature:
@@ -91,5 +129,6 @@ _LOOKS: dict[str, Callable[[Any], Signature | None]] = {
     PARAMETER: _parameters,
     GRADIENT: _gradients,
     OPTIMIZER_STATE: _states,
+    GROUP: _groups,
     OPTIMIZER: _optimizers,
 }

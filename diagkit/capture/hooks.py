@@ -214,19 +214,19 @@ class Patch:
         def observed(*args: Any, **kwargs: Any) -> Any:
             try:
                 untold = internals.compiling() or not patch.awake or (quick is not None and quick(*args))
+                outer: Call | None = getattr(_here, "call", None)
+                # A module's call on its children: everybody knows already. There are many, so this comes early.
+                known = outer is not None and outer.operation is operation and len(outer.told) >= len(_listeners)
             except Exception as error:
                 _confess(operation.name, error)
-                untold = False
-            if untold:
-                return original(*args, **kwargs)
-            if operation is APPLY and gates.standing:
-                return gates.through(told, args, kwargs)
-            return told(*args, **kwargs)
+                untold = known = False
+            way = original if untold or known else told
+            if operation is APPLY and gates.standing and not untold:
+                return gates.through(way, args, kwargs)
+            return way(*args, **kwargs)
 
         def told(*args: Any, **kwargs: Any) -> Any:
             outer: Call | None = getattr(_here, "call", None)
-            if outer is not None and outer.operation is operation and len(outer.told) >= len(_listeners):
-                return original(*args, **kwargs)  # a module's call on its children: everybody knows already
             try:
                 call = _begin(operation, args, outer)
             except Exception as error:

@@ -45,7 +45,7 @@ from diagkit.trace.schema import (
 #: Kinds of row read at each occasion.
 EVERYTHING = frozenset((PARAMETER, BUFFER, GRADIENT, OPTIMIZER_STATE, EXPORT, GROUP, OPTIMIZER, ENGINE))
 MODEL = frozenset((PARAMETER, BUFFER, GRADIENT, GROUP, OPTIMIZER))
-STATES = frozenset((OPTIMIZER_STATE, OPTIMIZER))
+STATES = frozenset((PARAMETER, OPTIMIZER_STATE, OPTIMIZER))  # a state is one of the parameter that is there now
 
 #: An exported tensor: name, global shape, key, storage.
 Exported = tuple[str, Shape, Key, int]
@@ -198,7 +198,7 @@ class Inventory:
                     readings.shielded("gradients", self._find_gradients)
                 if OPTIMIZER_STATE in kinds:
                     readings.shielded("optimizer states", self._find_states)
-            return readings.scan(kinds, afresh, edge)
+                return readings.scan(kinds, afresh, edge)
         except BaseException:  # an interrupt by hand
             readings.forget_glances()
             raise

@@ -39,6 +39,8 @@ class Ledger:
             if not stale and not self.inventory.new_states():
                 return []
             kinds |= {GROUP}
+        if not kinds:
+            return []
         try:
             changes = self.inventory.scan(kinds, afresh, edge)
         except BaseException:

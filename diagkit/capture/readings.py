@@ -15,9 +15,19 @@ from diagkit import torch_internals as internals
 from diagkit.capture.changes import merge
 from diagkit.capture.entries import Buffer, Slot
 from diagkit.capture.glance import STRIDE, Signature, glance
-from diagkit.capture.residency import decode, quiet
+from diagkit.capture.residency import decode
 from diagkit.capture.values import digest
-from diagkit.trace.schema import ABSENT, GRADIENT, OPTIMIZER, PARAMETER, TENSOR_KINDS, Change, Facts, Row
+from diagkit.trace.schema import (
+    ABSENT,
+    GRADIENT,
+    OPTIMIZER,
+    OPTIMIZER_STATE,
+    PARAMETER,
+    TENSOR_KINDS,
+    Change,
+    Facts,
+    Row,
+)
 
 Shape = tuple[int, ...] | None
 
@@ -115,7 +125,7 @@ class Readings:
             return None
 
     def scan(self, kinds: frozenset[str], afresh: bool, edge: bool = False) -> list[Change]:
-        """Reads all rows of these kinds; what changed since they were last read.
+        """Reads all rows of these kinds, within `quiet`; what changed since they were last read.
 
         ``afresh`` asks again whether memory is pinned that was there before: it can be page-locked in place. At the
         ``edge`` of a phase the values of probed kinds are read, too.
@@ -123,16 +133,15 @@ class Readings:
         changes: list[Change] = []
         self._edge = edge and bool(self.probed)
         self._afresh = afresh or self._edge
-        with quiet():
-            if self._undefined:
-                self.shielded("tables", self._define_all)
-            for kind, block in self.blocks:
-                if kind in kinds:
-                    read_row = self._reader_of(kind)
-                    rows = self._worth_reading(kind, block)
-                    for _ in block:  # one row that cannot be read must not hide those behind it
-                        if self.shielded(kind, read_row, rows, changes):
-                            break
+        if self._undefined:
+            self.shielded("tables", self._define_all)
+        for kind, block in sorted(self.blocks, key=_parameters_first):
+            if kind in kinds:
+                read_row = self._reader_of(kind)
+                rows = self._worth_reading(kind, block)
+                for _ in block:  # one row that cannot be read must not hide those behind it
+                    if self.shielded(kind, read_row, rows, changes):
+                        break
         return merge(changes)
 
     def forget_glances(self) -> None:
@@ -144,7 +153,7 @@ class Readings:
         for start in range(block.start, block.stop, STRIDE):
             stop = min(start + STRIDE, block.stop)
             signature = None if self._afresh else glance(kind, self.entries[start:stop])
-            if kind == OPTIMIZER and signature is not None:  # its facts are what it is against the parameters
+            if kind in (OPTIMIZER, OPTIMIZER_STATE) and signature is not None:  # they are what they are to parameters
                 signature = (*signature, self._parameters)
             if signature is None or signature != self._glances.get(start):
                 self._glances[start] = signature
@@ -243,3 +252,7 @@ class Readings:
     def storages(self, kind: str) -> set[int]:
         """The storages of all rows of a kind, as last read."""
         return {self._storages[row] for row in self.of(kind)}
+
+
+def _parameters_first(block: tuple[str, range]) -> bool:
+    return block[0] != PARAMETER

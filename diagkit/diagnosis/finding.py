@@ -58,6 +58,11 @@ class Finding:
         return self.rule.title
 
     @property
+    def mechanism(self) -> str:
+        """What PyTorch does that makes it so; paragraphs with a blank line between."""
+        return self.rule.text["What happens"]
+
+    @property
     def remedy(self) -> str:
         return self.rule.text["Remedy"]
 
@@ -103,6 +108,7 @@ class Finding:
                 {"operation": c.operation, "outcome": c.outcome, "text": c.text, "source": c.source}
                 for c in self.consequences
             ],
+            "mechanism": self.mechanism,
             "remedy": self.remedy,
             "call": self.call,
             "references": list(self.references),
@@ -287,9 +293,7 @@ def ranks_text(ranks: tuple[int, ...], world_size: int) -> str:
     '0..2, 5 of 8'
     """
     if len(ranks) == world_size:
-        if world_size > 1:
-            return tr("all {count}", count=world_size)
-        return tr("0, the only one") if ranks == (0,) else f"{ranks[0]}"
+        return tr("all {count}", count=world_size) if world_size > 1 else f"{ranks[0]}"
     return tr("{ranks} of {count}", ranks=spans_text(ranks), count=world_size)
 
 

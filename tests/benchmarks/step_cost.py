@@ -22,7 +22,7 @@ from timing import paired
 from tools import TOOLS
 from worlds import one_rank, stack
 
-BLOCKS = 8
+BLOCKS = 24
 BATCH = 32
 WARM_UP = 20
 

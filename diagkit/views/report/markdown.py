@@ -173,8 +173,10 @@ def _finding(finding: Finding) -> Iterator[str]:
         yield f"- {tr('cause')}: {where}" + " → ".join(code(step) for step in finding.cause.chain)
     for one in [c for c in finding.consequences if c.outcome not in ("ok", "unknown")][:4]:
         yield f"- {tr('next')}: {code(one.operation)} {text(one.text)}"
-    yield ""
-    yield f"{tr('remedy')}: {prose(finding.remedy)}"
+    for heading, told in ((tr("mechanism"), finding.mechanism), (tr("remedy"), finding.remedy)):
+        for number, paragraph in enumerate(told.split("\n\n")):
+            yield ""
+            yield f"{heading}: {prose(paragraph)}" if number == 0 else prose(paragraph)
     if finding.call:
         yield from _block(finding.call, "python")
 
