@@ -152,7 +152,8 @@ def keep(name: str, recorded: Path) -> None:
     """Redacts what was recorded and puts it in the place of what was there."""
     trace, place = dk.open_trace(recorded).redacted(), HERE / name
     for rank in trace:
-        rank.header = replace(rank.header, revision="")  # a commit on the way to the one that holds this trace
+        # The run is known by its folder here; its revision is a commit on the way to the one that holds this trace.
+        rank.header = replace(rank.header, run=name, revision="")
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     rewrite(trace, place)

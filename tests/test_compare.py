@@ -249,7 +249,7 @@ def test_values_that_only_one_run_recorded_are_no_difference_and_a_note() -> Non
 
 def test_runs_without_a_common_rank_are_an_error() -> None:
     alone = Trace({1: engine_trace(ranks=2)[1]})
-    with pytest.raises(TraceError, match="no rank in common: found ranks 0 and ranks 1"):
+    with pytest.raises(TraceError, match="no rank in common: found rank 0 and rank 1"):
         compare(Trace({0: engine_trace(ranks=2)[0]}), alone)
 
 
@@ -290,6 +290,8 @@ def test_the_command_says_where_and_leaves_with_its_code(
     assert data["partings"][0]["differences"][0]["count"] == 2 and data["equal"] is False
     assert main(["compare", a, str(tmp_path / "c")]) == 2
     assert "no such file or folder" in capsys.readouterr().err
+    assert main(["compare", a, b, "--lang", "zh"]) == 1
+    assert "rank 0：两次运行在第 1 个阶段（save）中分道" in capsys.readouterr().out
     assert main(["compare", a, b, "--redact"]) == 1
     assert str(tmp_path) not in capsys.readouterr().out
 

@@ -196,3 +196,22 @@ def test_tensors_in_lists_of_an_optimizers_state_are_looked_at(tmp_path: pathlib
     assert types("a: exit") == ["bfloat16", "float64", "float32", "float32"]
     assert types("b: exit") == ["bfloat16", "gone", "gone", "float32"]
     assert rank.troubles == []
+
+
+def test_tensors_beside_numbers_in_an_optimizers_state_are_looked_at(tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    state = optimizer.state[model.weight]
+    state.update(n=1, m=torch.zeros(1))
+    with dk.record(model, optimizer, out=tmp_path) as rec:
+        with rec.phase("a"):
+            state["n"] = 2
+        with rec.phase("b"):
+            state["m"] = torch.zeros(1, dtype=torch.bfloat16)
+    rank = dk.open_trace(tmp_path)[0]
+    (row,) = (row.id for row in rank.rows if row.kind == "optimizer_state")
+    told = [(m.label, rank.facts[c.facts]) for m in rank.moments for c in m.changes if c.start == row]
+    assert [(label, getattr(facts, "dtype", "")) for label, facts in told] == [
+        ("start", "float32"),
+        ("b: exit", "bfloat16"),
+    ]

@@ -147,6 +147,30 @@ def test_a_run_without_phases_has_a_timeline_of_its_calls() -> None:
     ]
 
 
+@pytest.mark.parametrize(("healed", "kind"), [(True, "move"), (False, "split")])
+def test_a_split_that_its_phase_mends_is_told_as_a_move(healed: bool, kind: str) -> None:
+    def step(trace: Rank) -> None:
+        apart = trace.parameters(on(trace.device, True, "cpu"))
+        trace.writer.moment(ENTER, "load: enter", 2, [], begins={"name": "load"})
+        trace.writer.moment(CALL, "Module.to", 2, apart, cause=cause("load"))
+        trace.writer.moment(EXIT, "load: exit", 2, trace.parameters(on("cpu", True)) if healed else [])
+
+    report = compose(Trace({0: story(step)}))
+    first = next(event for chapter in report.chapters for event in chapter.events if event.what.endswith("cpu pinned"))
+    assert first.kind == kind
+
+
+def test_what_only_costs_memory_or_time_does_not_alarm() -> None:
+    def unpinned(trace: Rank) -> None:
+        slow = trace.writer.fact_id(on("cpu", False, flat_device="cpu", flat_pinned=False))
+        trace.writer.moment(CALL, "Module._apply", 0, [Change(0, 1, slow)])
+
+    slow = compose(Trace({0: story(unpinned)}))
+    assert slow.findings.codes == ("DK701",)
+    assert not slow.good and not slow.alarming
+    assert compose(engine_trace(fails=False)).alarming
+
+
 def test_where_ranks_differ_is_told_by_tensor_and_by_rank() -> None:
     def moves(trace: Rank) -> None:
         trace.writer.moment(CALL, "Module._apply", 0, trace.parameters(on(trace.device)), cause=cause("Module.to"))
@@ -291,6 +315,7 @@ def test_every_form_tells_the_same_story(form: str) -> None:
     told = render(engine_trace(ranks=2), form)
     for word in ("DK101", "RuntimeError", "engine.py", "simulated", "CPUOffloadPolicy", "model.to(device)"):
         assert word in told, word
+    assert "puts the bytes back into pinned CPU memory" in told, "why it comes to this"
 
 
 HOSTILE = [

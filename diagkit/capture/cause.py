@@ -13,6 +13,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -97,10 +98,10 @@ def from_stack(operation: str, nested: Iterable[str], target: str, base: int, fr
 
 
 def from_traceback(operation: str, traceback: TracebackType | None, target: str = "") -> Cause:
-    """The cause of an exception that reached a phase: its traceback, the frames of the phase itself and of the code
-    that began it left out of the chain."""
+    """The cause of an exception that reached a phase (the ``operation``): its traceback, the frames of the phase itself
+    and of the code that began it left out of the chain."""
     found = [(code, line, n > 1) for n, (code, line) in enumerate(traceback_frames(traceback))]
-    return _cause(operation, [], target, found, known_base=True)
+    return replace(_cause("", [], target, found, known_base=True), operation=operation)
 
 
 def traceback_frames(traceback: TracebackType | None) -> Iterator[tuple[CodeType, int]]:
@@ -140,7 +141,7 @@ def _cause(
     full = [
         *chain[-12:],
         *calls[:6],
-        *(name for name in last if name not in calls),
+        *(name for name in last if name and name not in calls),
         *(name for name in nested if not name.endswith("._apply")),
     ]
     return Cause(

@@ -15,7 +15,7 @@ from diagkit.diagnosis.predictions import consequences
 from diagkit.diagnosis.words import as_of, evidence, idle_optimizers, name_of, residency_text, resting_buffers
 from diagkit.language import tr
 from diagkit.trace import RankTrace, Trace
-from diagkit.trace.schema import TENSOR_KINDS, Cause, Failure, Residency
+from diagkit.trace.schema import ENGINE, TENSOR_KINDS, Cause, Failure, Residency
 
 
 def diagnose(trace: Trace | RankTrace, failure: Failure | None = None) -> Findings:
@@ -133,7 +133,8 @@ def _finding(hits: list[Hit], world_size: int, failure: Failure | None) -> Findi
         moment=judged.index,
         evidence=tuple(evidence(first, exception)),
         cause=first.origin.cause if first.origin else None,
-        consequences=consequences(first.rank, judged),
+        # An engine's flags are no state in which an operation was measured.
+        consequences=() if first.first.kind == ENGINE else consequences(first.rank, judged),
         lasting=any(hit.lasting for hit in hits),
         failure=f"{exception.type}: {exception.message}" if exception else "",
         model=first.first.model,

@@ -7,7 +7,7 @@ import json
 import shutil
 import textwrap
 
-from diagkit.diagnosis.rule import SEVERITIES, Rule, all_rules, find_rules
+from diagkit.diagnosis.rule import MEANINGS, Rule, all_rules, find_rules
 from diagkit.errors import UsageError
 from diagkit.language import add_argument, tr
 
@@ -47,7 +47,7 @@ def page(rules: tuple[Rule, ...]) -> str:
     """The catalogue as Markdown: a table, then a section per hazard."""
     lines = ["# Device-residency hazards of FSDP2", ""]
     lines += ["Made from the rules' own texts by `make hazards`.", ""]
-    lines += [f"Severities, from mild to grave: {', '.join(SEVERITIES)}.", ""]
+    lines += ["Severities, from mild to grave:", "", *(f"* {name}: {tr(text)}" for name, text in MEANINGS.items()), ""]
     lines += ["| code | hazard | severity |", "|---|---|---|"]
     lines += [f"| [{r.code}](#{r.code.lower()}) | {r.title} | {r.severity} |" for r in rules]
     for r in rules:

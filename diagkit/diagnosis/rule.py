@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from diagkit.diagnosis.past import NOTHING, Past
 from diagkit.diagnosis.seats import Seat
-from diagkit.language import tr
+from diagkit.language import msg, tr
 from diagkit.trace.schema import (
     EngineFacts,
     Facts,
@@ -28,8 +28,16 @@ from diagkit.trace.schema import (
     device_type,
 )
 
-#: From mild to grave; what `--fail-on` compares.
-SEVERITIES = ("memory", "slow", "later", "silent", "hang", "now")
+#: From mild to grave, which is what `--fail-on` compares, and what each says.
+MEANINGS = {
+    "memory": msg("right results, more memory than need be"),
+    "slow": msg("right results, slower than need be"),
+    "later": msg("nothing has failed yet, and an operation will"),
+    "silent": msg("wrong or lost results without an error"),
+    "hang": msg("ranks may wait for each other for ever"),
+    "now": msg("an operation fails at once"),
+}
+SEVERITIES = tuple(MEANINGS)
 
 HEADINGS = ("What happens", "How to see it", "Remedy", "Call", "Seen in", "Detected by", "Severity")
 #: The parts of a lesson that are the same in every language: code, and numbers of public threads.

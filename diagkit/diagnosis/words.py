@@ -6,17 +6,18 @@ from collections.abc import Iterator
 
 from diagkit.diagnosis.judge import Hit
 from diagkit.diagnosis.moments import is_look
-from diagkit.language import msg, msgn, tr, trn
+from diagkit.language import msg, tr, trn
 from diagkit.trace import RankTrace
+from diagkit.trace.nouns import counted
 from diagkit.trace.patterns import compress
 from diagkit.trace.schema import (
+    ABSENT,
     BUFFER,
     EXIT,
     EXPORT,
     GRADIENT,
     GROUP,
-    OPTIMIZER_STATE,
-    PARAMETER,
+    MARK,
     EngineFacts,
     Facts,
     Failure,
@@ -27,18 +28,6 @@ from diagkit.trace.schema import (
     Row,
     device_type,
 )
-
-#: Kind of row -> its noun with a number, for one and for many.
-KINDS = {
-    PARAMETER: msgn("{count} parameter", "{count} parameters"),
-    BUFFER: msgn("{count} buffer", "{count} buffers"),
-    GRADIENT: msgn("{count} gradient", "{count} gradients"),
-    OPTIMIZER_STATE: msgn("{count} optimizer state", "{count} optimizer states"),
-    EXPORT: msgn("{count} exported tensor", "{count} exported tensors"),
-    "fsdp_group": msgn("{count} FSDP group", "{count} FSDP groups"),
-    "engine": msgn("{count} engine", "{count} engines"),
-    "optimizer": msgn("{count} optimizer", "{count} optimizers"),
-}
 
 
 def name_of(row: Row) -> str:
@@ -80,7 +69,7 @@ def evidence(hit: Hit, failure: Failure | None) -> Iterator[str]:
         yield tr("a device was taken from a parameter: {line}", line=failure.asks)
     if (policy := _policy(hit)) and (not isinstance(facts, GroupFacts) or hit.rule.code == "DK802a"):
         yield policy
-    if hit.origin is not None and hit.origin.index != 0:
+    if hit.origin is not None and hit.origin.index != 0 and not _first_seen(hit, hit.origin):
         yield tr("since {moment}", moment=moment_text(hit.rank, hit.origin))
     yield _why(hit)
     if failure is not None:
@@ -88,12 +77,20 @@ def evidence(hit: Hit, failure: Failure | None) -> Iterator[str]:
         yield tr("the exception: {text}", text=text)
 
 
+def _first_seen(hit: Hit, origin: Moment) -> bool:
+    """Whether a mere look found the rows so when it first found them: since when they are so, nobody saw."""
+    if origin.kind != MARK:
+        return False
+    before = hit.rank.state(origin.index - 1).facts
+    return all(before[row.id] == ABSENT for row in hit.rows)
+
+
 def _counted(hit: Hit) -> str:
     """``"14 parameters and 1 buffer"``."""
     counts: dict[str, int] = {}
     for row in hit.rows:
         counts[row.kind] = counts.get(row.kind, 0) + 1
-    return tr(" and ").join(trn(*KINDS[kind], count) for kind, count in counts.items())
+    return tr(" and ").join(counted(kind, count) for kind, count in counts.items())
 
 
 def _tensor(facts: Residency) -> str:

@@ -12,15 +12,28 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from diagkit.errors import TraceError
+from diagkit.language import msg, tr, trn
 from diagkit.trace.merged import Trace
+from diagkit.trace.nouns import counted, ranks_named
 from diagkit.trace.partings import Alignment, Parted, Walk, align, failed
 from diagkit.trace.patterns import compress
 from diagkit.trace.rank import RankTrace
-from diagkit.trace.schema import EngineFacts, Facts, GroupFacts, Header, Moment, OptimizerFacts, Residency, Row
+from diagkit.trace.schema import (
+    BUFFER,
+    PARAMETER,
+    EngineFacts,
+    Facts,
+    GroupFacts,
+    Header,
+    Moment,
+    OptimizerFacts,
+    Residency,
+    Row,
+)
 from diagkit.trace.spans import spans_text
 from diagkit.trace.values import clip, printable
 
-__all__ = ["Comparison", "Difference", "Parting", "compare"]
+__all__ = ["SHOWN", "Comparison", "Difference", "Parting", "compare", "further_places"]
 
 #: Patterns of names and partings that the text writes out.
 SHOWN = 6
@@ -43,9 +56,8 @@ class Difference:
         return tuple(printable(str(pattern)) for pattern in compress(self.names))
 
     def lines(self) -> list[str]:
-        noun = self.kind.replace("_", " ")
-        count = f"{len(self.names):,} {noun}{'s' * (len(self.names) > 1)}"
-        return [f"{count}: A {self.first}, B {self.second}", f"  {_few(self.where)}"]
+        rows = counted(self.kind, len(self.names))
+        return [tr("{rows}: A {first}, B {second}", rows=rows, first=self.first, second=self.second), _few(self.where)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +85,23 @@ class Parting:
         }
 
     def lines(self) -> list[str]:
-        place = f"in phase {self.phase} ({self.phase_name})" if self.phase else "outside any phase"
-        ranks = f"rank{'s' * (len(self.ranks) > 1)} {spans_text(self.ranks)}"
-        out = [f"{ranks}: the runs part {place}", f"  A: {self.first}", f"  B: {self.second}"]
-        out += [f"  {line}" for difference in self.differences[:SHOWN] for line in difference.lines()]
-        if len(self.differences) > SHOWN:
-            out.append(f"  and {len(self.differences) - SHOWN} further kinds of difference")
+        where = tr("in {place}", place=self.place) if self.phase else tr("outside any phase")
+        out = [tr("{ranks}: the runs part {where}", ranks=ranks_named(self.ranks), where=where)]
+        out += [f"  A: {self.first}", f"  B: {self.second}"]
+        for difference in self.differences[:SHOWN]:
+            what, which = difference.lines()
+            out += [f"  {what}", f"    {which}"]
+        if more := len(self.differences[SHOWN:]):
+            further = trn("and {count} further kind of difference", "and {count} further kinds of difference", more)
+            out.append(f"  {further}")
         return out
+
+    @property
+    def place(self) -> str:
+        """The phase, in words."""
+        if not self.phase:
+            return tr("what is outside any phase")
+        return tr("phase {number} ({name})", number=self.phase, name=self.phase_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +140,19 @@ class Comparison:
         """The comparison for a terminal."""
         out = []
         if not self.partings:
-            ranks = f"rank{'s' * (len(self.ranks) > 1)} {spans_text(self.ranks)}"
-            head = "no difference" if self.equal else "no difference in what both models have"
-            out.append(f"{head}: {ranks} lived alike in both runs")
+            head = msg("no difference: {ranks} lived alike in both runs")
+            if not self.equal:
+                head = msg("no difference in what both models have: {ranks} lived alike in both runs")
+            out.append(tr(head, ranks=ranks_named(self.ranks)))
         for parting in self.partings[:SHOWN]:
             out += parting.lines()
         if len(self.partings) > SHOWN:
-            out.append(f"and {len(self.partings) - SHOWN} further places, on other ranks")
-        out += [f"model: {line}" for line in self.model]
-        out += [f"set up differently: {line}" for line in self.setup]
-        out += [f"note: {line}" for line in self.notes]
+            out.append(further_places(len(self.partings) - SHOWN))
+        out += [f"{tr('model')}: {line}" for line in self.model]
+        out += [f"{tr('set up differently')}: {line}" for line in self.setup]
+        out += [f"{tr('note')}: {line}" for line in self.notes]
         if self.simulated:
-            out.append("note: recorded on a simulated accelerator")
+            out.append(f"{tr('note')}: {tr('recorded on a simulated accelerator')}")
         return [printable(line) for line in out]
 
     def __repr__(self) -> str:
@@ -139,6 +162,11 @@ class Comparison:
         from diagkit.views.comparison import comparison_html
 
         return comparison_html(self)
+
+
+def further_places(count: int) -> str:
+    """What is not written out."""
+    return trn("and {count} further place, on other ranks", "and {count} further places, on other ranks", count)
 
 
 def compare(first: Trace, second: Trace) -> Comparison:
@@ -151,7 +179,7 @@ def compare(first: Trace, second: Trace) -> Comparison:
     if not both:
         raise TraceError(
             "the two runs have no rank in common",
-            found=f"ranks {spans_text(tuple(first.ranks))} and ranks {spans_text(tuple(second.ranks))}",
+            found=f"{ranks_named(tuple(first.ranks))} and {ranks_named(tuple(second.ranks))}",
             remedy="Compare runs of which the same rank was recorded",
         )
     pairs = _Pairs(first, second)
@@ -213,11 +241,13 @@ class _Pairs:
         """What only one of the models has."""
         told: dict[str, None] = {}
         for rows in self._alignments.values():
-            for text, only in (("only A has", rows.only_first), ("only B has", rows.only_second)):
+            for text, only in (
+                (msg("only A has {rows}"), rows.only_first),
+                (msg("only B has {rows}"), rows.only_second),
+                (msg("other shapes: {rows}"), rows.reshaped),
+            ):
                 if only:
-                    told[f"{text} {_counted(only)}"] = None
-            if rows.reshaped:
-                told[f"other shapes: {_counted(rows.reshaped)}"] = None
+                    told[tr(text, rows=_counted(only))] = None
         return iter(told)
 
 
@@ -272,16 +302,20 @@ def _told(a: Facts | None, b: Facts | None) -> tuple[str, str]:
 
 def _short(facts: Facts | None) -> str:
     if facts is None:
-        return "not there"
-    return facts.short() if isinstance(facts, Residency) else "there"
+        return tr("not there")
+    return facts.short() if isinstance(facts, Residency) else tr("there")
 
 
 def _did(moment: Moment | None, edge: str) -> str:
     if moment is None:
-        return f"nothing more changed before {edge}"
+        return tr("nothing more changed before {edge}", edge=edge)
     failure = moment.failure
     if failure is not None:
-        text = f"{failure.operation or moment.label} raised {failure.type}: {' '.join(failure.message.split())}"
+        text = tr(
+            "{operation} raised {error}",
+            operation=failure.operation or moment.label,
+            error=f"{failure.type}: {' '.join(failure.message.split())}",
+        )
     else:
         text = moment.label
     return clip(f"{text} ({moment.cause})" if moment.cause else text, 400)
@@ -289,28 +323,31 @@ def _did(moment: Moment | None, edge: str) -> str:
 
 def _counted(rows: list[Row]) -> str:
     names = [str(pattern) for pattern in compress(row.name for row in rows)]
-    return f"{len(rows):,} row{'s' * (len(rows) > 1)}: {_few(names)}"
+    return f"{trn('{count} row', '{count} rows', len(rows))}: {_few(names)}"
 
 
 def _few(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    more = trn(" and {count} more", " and {count} more", len(texts) - SHOWN) if len(texts) > SHOWN else ""
     return ", ".join(clip(text, 120) for text in texts[:SHOWN]) + more
 
 
 def _notes(first: Trace, second: Trace, both: list[int]) -> Iterator[str]:
     for name, trace in (("A", first), ("B", second)):
         if alone := tuple(rank for rank in trace.ranks if rank not in both):
-            yield f"only {name} has rank{'s' * (len(alone) > 1)} {spans_text(alone)}: not compared"
+            yield tr("only {name} has {ranks}: not compared", name=name, ranks=ranks_named(alone))
         damaged = [rank.rank for rank in trace if rank.problems]
         if damaged:
-            yield f"{name} has damaged or cut off ranks ({spans_text(tuple(damaged))}): what is lost is not compared"
+            text = msg("{name} has damaged or cut off ranks ({ranks}): what is lost is not compared")
+            yield tr(text, name=name, ranks=spans_text(damaged))
     if first.world_size != second.world_size:
-        yield "world sizes differ: shards without elements, groups, optimizers and engines are not compared"
+        yield tr("world sizes differ: shards without elements, groups, optimizers and engines are not compared")
     details = {rank.header.detail for trace in (first, second) for rank in trace}
     if len(details) > 1:
-        yield f"details differ ({', '.join(sorted(details))}): compared at the edges of phases alone"
+        text = msg("details differ ({details}): compared at the edges of phases alone")
+        yield tr(text, details=", ".join(sorted(details)))
     if first.header.device != second.header.device:
-        yield f"devices differ: {first.header.device} and {second.header.device} are both compared as the accelerator"
+        text = msg("devices differ: {first} and {second} are both compared as the accelerator")
+        yield tr(text, first=first.header.device, second=second.header.device)
 
 
 def _probed(trace: Trace) -> tuple[str, ...]:
@@ -325,8 +362,10 @@ def _probed(trace: Trace) -> tuple[str, ...]:
 
 def _values(*probed: tuple[str, ...]) -> Iterator[str]:
     if probed[0] != probed[1]:
-        first, second = (" and ".join(f"{kind}s" for kind in kinds) or "nothing" for kinds in probed)
-        yield f"values were recorded of {first} in A, of {second} in B: they are not compared"
+        words = {PARAMETER: tr("parameters"), BUFFER: tr("buffers")}
+        first, second = (tr(" and ").join(words[kind] for kind in kinds) or tr("nothing") for kinds in probed)
+        text = msg("values were recorded of {first} in A, of {second} in B: they are not compared")
+        yield tr(text, first=first, second=second)
 
 
 def _setup(first: Trace, second: Trace) -> Iterator[str]:
@@ -334,10 +373,11 @@ def _setup(first: Trace, second: Trace) -> Iterator[str]:
     for name in _SETUP:
         a, b = getattr(ours, name), getattr(theirs, name)
         if a != b:
-            yield f"{name}: A {a or '-'}, B {b or '-'}"
+            yield tr("{what}: A {first}, B {second}", what=name, first=a or "-", second=b or "-")
     for name in dict.fromkeys([*ours.job, *theirs.job]):
         a, b = ours.job.get(name), theirs.job.get(name)
         if a != b:
-            yield clip(f"job, {name}: A {a}, B {b}")
+            yield clip(tr("job, {what}: A {first}, B {second}", what=name, first=a, second=b))
     if ours.argv != theirs.argv:
-        yield clip(f"arguments: A {' '.join(ours.argv)}, B {' '.join(theirs.argv)}", 400)
+        words = " ".join(ours.argv), " ".join(theirs.argv)
+        yield clip(tr("arguments: A {first}, B {second}", first=words[0], second=words[1]), 400)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from diagkit.language import add_argument
 from diagkit.trace import open_trace, redact
 from diagkit.trace.compare import compare
 from diagkit.trace.progress import on_stderr
@@ -15,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("second", metavar="B", help="the other run")
     parser.add_argument("--json", action="store_true", help="the comparison as data")
     redact.add_arguments(parser)
+    add_argument(parser)
 
 
 def main(args: argparse.Namespace) -> int:

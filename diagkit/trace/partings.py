@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from diagkit.language import msg, tr
 from diagkit.trace.rank import RankTrace
 from diagkit.trace.schema import (
     ABSENT,
@@ -199,8 +200,9 @@ class _Steps:
     def next_text(self) -> str:
         edge = self.edge
         if edge is None:
-            return "the trace ended" if self._rank.ended else "the trace was cut off"
-        return f"phase {edge[2] or edge[1]} {'began' if edge[0] == ENTER else 'ended'}"
+            return tr("the trace ended") if self._rank.ended else tr("the trace was cut off")
+        text = msg("phase {name} began") if edge[0] == ENTER else msg("phase {name} ended")
+        return tr(text, name=edge[2] or edge[1])
 
     @property
     def _ahead(self) -> Moment | None:

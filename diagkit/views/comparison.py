@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
-from diagkit.trace.spans import spans_text
+from diagkit.language import tr
+from diagkit.trace.compare import further_places
+from diagkit.trace.nouns import counted, ranks_named
 from diagkit.views.html import framed, grid
 from diagkit.views.scene import clean
 
@@ -21,13 +23,14 @@ SHOWN = 8
 
 def comparison_html(found: Comparison) -> str:
     """A comparison, as a fragment without script."""
-    head = found.lines()[0] if not found.partings else f"The runs part in {_where(found.partings[0])}"
+    head = found.lines()[0] if not found.partings else tr("The runs part in {place}", place=found.partings[0].place)
     parts = [f'<h4 class="{"good" if found.equal else "bad"}">{escape(clean(head))}</h4>']
     parts += [_parting(parting) for parting in found.partings[:SHOWN]]
     if len(found.partings) > SHOWN:
-        parts.append(f'<p class="quiet">and {len(found.partings) - SHOWN} further places, on other ranks</p>')
-    lines = [*(f"model: {line}" for line in found.model), *(f"set up differently: {line}" for line in found.setup)]
-    lines += [*found.notes, *(["recorded on a simulated accelerator"] if found.simulated else [])]
+        parts.append(f'<p class="quiet">{escape(further_places(len(found.partings) - SHOWN))}</p>')
+    lines = [f"{tr('model')}: {line}" for line in found.model]
+    lines += [f"{tr('set up differently')}: {line}" for line in found.setup]
+    lines += [*found.notes, *([tr("recorded on a simulated accelerator")] if found.simulated else [])]
     return framed("".join([*parts, *_quiet(lines)]))
 
 
@@ -37,19 +40,16 @@ def _parting(parting: Parting) -> str:
     )
     rows = [
         [
-            escape(f"{len(d.names):,} {d.kind.replace('_', ' ')}{'s' * (len(d.names) > 1)}"),
+            escape(counted(d.kind, len(d.names))),
             escape(clean(d.first)),
             escape(clean(d.second)),
             "<br>".join([escape(clean(text)) for text in d.where[:SHOWN]] + ["…"] * (len(d.where) > SHOWN)),
         ]
         for d in parting.differences
     ]
-    caption = f"rank{'s' * (len(parting.ranks) > 1)} {spans_text(parting.ranks)}; right after that in {_where(parting)}"
-    return did + (grid(clean(caption), ("what differs", "in A", "in B", "which"), rows) if rows else "")
-
-
-def _where(parting: Parting) -> str:
-    return f"phase {parting.phase} ({parting.phase_name})" if parting.phase else "what is outside any phase"
+    caption = tr("{ranks}; right after that in {place}", ranks=ranks_named(parting.ranks), place=parting.place)
+    heads = (tr("what differs"), tr("in A"), tr("in B"), tr("which"))
+    return did + (grid(clean(caption), heads, rows) if rows else "")
 
 
 def _quiet(lines: Iterable[str]) -> list[str]:

@@ -186,7 +186,7 @@ def _cell(scene: Scene, x: float, y: float, width: float, cell: Outcome | None, 
         scene.add(Line(x + width / 2 - 5, y + height / 2, x + width / 2 + 5, y + height / 2, palette.FAINT, 2))
         return
     good = cell.outcome == "ok"
-    told = f"{cell.outcome}, {cell.exception}" if cell.exception else cell.outcome
+    told = f"{tr(cell.outcome)}, {cell.exception}" if cell.exception else tr(cell.outcome)
     tip = f"{_engine(cell.engine)} {cell.revision}, {cell.operation}: {told}"
     edge = palette.INK if cell.unlike else None
     scene.add(Rect(x, y, width, height, palette.GOOD_SOFT if good else palette.BAD, 4, edge, 2.0 if edge else 0.0, tip))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diagkit.errors import UsageError
+from diagkit.language import tr
 from diagkit.trace.reader import RankTrace
 from diagkit.trace.schema import ABSENT, CALL, ENTER, EXIT, FAILURE, MARK, TENSOR_KINDS, Facts, Moment, Phase, Residency
 
@@ -35,7 +36,7 @@ class Cell:
         """``"npu:0/cpu pinned, split"``; one device alone where both agree."""
         place = self.metadata if self.storage == self.metadata else f"{self.metadata}/{self.storage or '?'}"
         words = [f"{place} pinned" if self.pinned else place]
-        return ", ".join(words + ["split"] * self.split + ["not the gathered tensor"] * self.apart)
+        return ", ".join(words + [tr("split")] * self.split + [tr("not the gathered tensor")] * self.apart)
 
 
 @dataclass(frozen=True, slots=True)

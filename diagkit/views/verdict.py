@@ -119,7 +119,9 @@ def _split(story: Story, run: Run, raised: str) -> Verdict:
     return Verdict(
         title,
         tr("Then {raised}", raised=raised) if raised else _unmet(columns, run),
-        tr("{phase} splits {tensors}", phase=phase, tensors=many),
+        tr("{phase} splits {tensors}", phase=phase, tensors=many)
+        if first.phase.name
+        else tr("{tensors} split outside any phase", tensors=_capital(many)),
         False,
         bool(raised),
     )

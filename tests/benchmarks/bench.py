@@ -3,7 +3,7 @@
 Each tool and set-up runs in a process of its own (`step_cost`). The result is one JSON file with the machine, the
 date and every figure, and a table in Markdown made from it; the README quotes the table. The parts can be run alone:
 
-    python tests/benchmarks/bench.py [--only steps reading ...] [--pairs 200] [--quick]
+    python tests/benchmarks/bench.py [--only steps reading ...] [--quick]
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ TOOLS = (
     "MemTracker",
     "FSDPMemTracker",
 )
+#: Blocks and pairs of steps by width: about as many layers as models have, and as many pairs as an hour allows.
+WIDTHS = {64: (24, 120), 512: (16, 60)}
 SETUPS = [
-    {"width": width, "ranks": ranks, "offload": offload}
+    {"width": width, "blocks": WIDTHS[width][0], "ranks": ranks, "offload": offload, "pairs": WIDTHS[width][1] // ranks}
     for ranks in (1, 2)
     for offload in (True, False)
-    for width in (64, 512)
+    for width in WIDTHS
 ]
+# A model of few and tiny layers shows what a phase costs however small the model is.
+SETUPS.append({"width": 64, "blocks": 8, "ranks": 1, "offload": True, "pairs": 120})
 
 
 def call(*words: object, timeout: float = 900) -> tuple[float, str]:
@@ -59,15 +63,16 @@ def call(*words: object, timeout: float = 900) -> tuple[float, str]:
     return seconds, (done.stdout.splitlines() or [""])[-1]
 
 
-def steps(pairs: int, setups: int = len(SETUPS)) -> list[dict[str, Any]]:
-    """Each tool around a training step, in each of the first so many set-ups."""
+def steps(quick: bool) -> list[dict[str, Any]]:
+    """Each tool around a training step, in each set-up."""
     results = []
-    for setup in SETUPS[:setups]:
+    for setup in SETUPS:
         for tool in TOOLS:
             ours = tool in ("nothing", "bare loop") or tool.startswith("diagkit")
-            few = pairs if ours else pairs // 4  # they cost so much more that fewer pairs tell
-            words = ["--tool", tool, "--width", setup["width"], "--ranks", setup["ranks"], "--pairs", few]
-            words += [] if setup["offload"] else ["--no-offload"]
+            # The peers cost so much more that fewer pairs tell.
+            pairs = 5 if quick else setup["pairs"] if ours else setup["pairs"] // 4
+            words = ["--tool", tool, "--width", setup["width"], "--blocks", setup["blocks"], "--ranks", setup["ranks"]]
+            words += ["--pairs", pairs, *([] if setup["offload"] else ["--no-offload"])]
             try:
                 results.append(json.loads(call(HERE / "step_cost.py", *words)[1]))
             except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
@@ -77,17 +82,22 @@ def steps(pairs: int, setups: int = len(SETUPS)) -> list[dict[str, Any]]:
 
 
 def tell(result: dict[str, Any]) -> None:
-    where = f"width {result['width']:3}, {result['ranks']} rank(s), {'offload' if result['offload'] else 'no offload'}"
     figure = f"{result['over_null']:.3f}" if "over_null" in result else "failed: " + result["failed"]
-    print(f"{where:32} {result['tool']:28} {figure}", flush=True)
+    print(f"{named(result):42} {result['tool']:28} {figure}", flush=True)
 
 
-def reading(pairs: int) -> dict[str, Any]:
+def named(result: dict[str, Any]) -> str:
+    """A set-up in words."""
+    ranks = f"{result['ranks']} rank{'s' * (result['ranks'] > 1)}"
+    return f"{result['blocks']} blocks of width {result['width']}, {ranks}{'' if result['offload'] else ', no offload'}"
+
+
+def reading(quick: bool) -> dict[str, Any]:
     """A look at every parameter, against the bare loop and ``state_dict()``."""
     return json.loads(call(HERE / "snapshot_cost.py")[1])  # type: ignore[no-any-return]
 
 
-def imports(pairs: int) -> dict[str, float]:
+def imports(quick: bool) -> dict[str, float]:
     """Median milliseconds of each import, beyond an interpreter that imports nothing."""
     probes = {
         "diagkit": "import diagkit",
@@ -102,7 +112,7 @@ def imports(pairs: int) -> dict[str, float]:
     return found
 
 
-def simulated(pairs: int) -> dict[str, Any]:
+def simulated(quick: bool) -> dict[str, Any]:
     """Seconds of a step on the simulated accelerator and on the plain CPU."""
     found = {}
     for width in (512, 64):
@@ -112,7 +122,7 @@ def simulated(pairs: int) -> dict[str, Any]:
     return found
 
 
-def demo(pairs: int) -> dict[str, float]:
+def demo(quick: bool) -> dict[str, float]:
     """Seconds of the demo with an empty cache of compiled parts (cold) and with a full one (warm)."""
     import tempfile
 
@@ -124,7 +134,7 @@ def demo(pairs: int) -> dict[str, float]:
             del os.environ["DIAGKIT_CACHE"]
 
 
-def visibility(pairs: int) -> dict[str, Any]:
+def visibility(quick: bool) -> dict[str, Any]:
     """What each tool says of five models."""
     import tempfile
 
@@ -133,7 +143,7 @@ def visibility(pairs: int) -> dict[str, Any]:
         return json.loads(Path(file.name).read_text())["tools"]  # type: ignore[no-any-return]
 
 
-PARTS: dict[str, Callable[[int], Any]] = {
+PARTS: dict[str, Callable[[bool], Any]] = {
     "steps": steps,
     "reading": reading,
     "imports": imports,
@@ -169,16 +179,15 @@ def table(results: dict[str, Any]) -> str:
         "",
     ]
     if "steps" in results:
-        columns = list(dict.fromkeys((s["width"], s["ranks"], s["offload"]) for s in results["steps"]))
-        heads = [f"{w}, {r} rank{'s' * (r > 1)}{'' if o else ', no offload'}" for w, r, o in columns]
+        columns = list(dict.fromkeys(map(named, results["steps"])))
         lines += [
-            "Step time with the tool over without, less what a null run beside it shows (width of the blocks, ranks):",
+            "Step time with the tool over without, less what a null run beside it shows:",
             "",
-            "| tool | " + " | ".join(heads) + " | µs per event |",
+            "| tool | " + " | ".join(columns) + " | µs per event |",
             "|---|" + "---|" * (len(columns) + 1),
         ]
         for tool in dict.fromkeys(s["tool"] for s in results["steps"]):
-            mine = {(s["width"], s["ranks"], s["offload"]): s for s in results["steps"] if s["tool"] == tool}
+            mine = {named(s): s for s in results["steps"] if s["tool"] == tool}
             cells = [f"{mine[c]['over_null']:.3f}" if "over_null" in mine.get(c, {}) else "fails" for c in columns]
             each = [s["us_per_event"] for s in mine.values() if s.get("us_per_event")]
             lines.append(f"| {tool} | {' | '.join(cells)} | {f'{statistics.median(each):.1f}' if each else '-'} |")
@@ -216,15 +225,12 @@ def table(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--pairs", type=int, default=200, help="pairs of steps for diagkit; a quarter for its peers")
-    parser.add_argument("--setups", type=int, default=len(SETUPS), help="only the first so many set-ups of the steps")
-    parser.add_argument("--quick", action="store_true", help="ten pairs, to see that everything runs; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="five pairs, to see that everything runs; writes nothing")
     args = parser.parse_args()
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() and not args.quick else {}
     results: dict[str, Any] = {**known, "machine": machine()}
     for name in args.only:
-        pairs = 10 if args.quick else args.pairs
-        results[name] = steps(pairs, args.setups) if name == "steps" else PARTS[name](pairs)
+        results[name] = PARTS[name](args.quick)
     text = table(results)
     print(text)
     if not args.quick:

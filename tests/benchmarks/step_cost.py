@@ -1,9 +1,9 @@
 """What one tool costs a training step; one process (or one a rank) for each tool and set-up.
 
-A step is forward, backward, optimizer step and ``state_dict()`` of eight FSDP2 blocks, batch 32, on the simulated
+A step is forward, backward, optimizer step and ``state_dict()`` of a stack of FSDP2 blocks, batch 32, on the simulated
 accelerator. ``bench.py`` runs it for all tools; by hand:
 
-    python tests/benchmarks/step_cost.py --tool "diagkit transitions" [--width 64] [--ranks 2] [--no-offload]
+    python tests/benchmarks/step_cost.py --tool "diagkit transitions" [--width 64] [--blocks 24] [--no-offload]
 
 Prints one JSON object: the tool's figures, those of the null run beside it, and the ratio of the two.
 """
@@ -22,14 +22,13 @@ from timing import paired
 from tools import TOOLS
 from worlds import one_rank, stack
 
-BLOCKS = 24
 BATCH = 32
-WARM_UP = 20
+WARM_UP = 5
 
 
-def measure(tool: str, width: int, offload: bool, pairs: int) -> dict[str, object]:
+def measure(tool: str, width: int, blocks: int, offload: bool, pairs: int) -> dict[str, object]:
     """The figures of one tool in this process, whose process group is up."""
-    model = stack(BLOCKS * 4, width, offload=offload)
+    model = stack(blocks * 4, width, offload=offload)
     optimizer = torch.optim.AdamW(model.parameters())
     data = torch.randn(BATCH, width, device="npu")
 
@@ -51,6 +50,7 @@ def measure(tool: str, width: int, offload: bool, pairs: int) -> dict[str, objec
     return {
         "tool": tool,
         "width": width,
+        "blocks": blocks,
         "offload": offload,
         **result,
         "null": excess,
@@ -64,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", choices=list(TOOLS), default="diagkit transitions")
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--blocks", type=int, default=24, help="of four parameters each")
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--no-offload", action="store_true")
@@ -82,7 +83,7 @@ def main() -> None:
             ]
         try:
             with one_rank(args.rank, args.ranks, meeting):
-                result = measure(args.tool, args.width, not args.no_offload, args.pairs)
+                result = measure(args.tool, args.width, args.blocks, not args.no_offload, args.pairs)
         finally:
             for other in others:
                 other.wait()

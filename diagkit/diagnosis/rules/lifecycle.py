@@ -31,7 +31,7 @@ def poisoned_lazy_init(it: Subject) -> bool:
     return isinstance(it.facts, GroupFacts) and it.facts.lazy_init == "unfinished"
 
 
-@rule("DK602", kinds=(GROUP,), severity="silent", says=("mixed", "gathered"))
+@rule("DK602", kinds=(GROUP,), severity="silent", says=("mixed", "gathered"), follows=("DK604",))
 def sharded_state_confused(it: Subject) -> bool:
     """Sharded-state confusion: parameters were used or written in the other state than they are in
 

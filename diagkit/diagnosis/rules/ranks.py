@@ -70,8 +70,8 @@ def ranks_disagree(it: Subject) -> bool:
     How to see it: Held beside each other, the ranks' metadata device, storage device, dtype, handles or
     policy differ for one name.
 
-    Remedy: Do on every rank what one did, or undo it there. Compare the ranks before the first collective, not
-    after the hang.
+    Remedy: Undo on the odd ranks what they alone did; where it was right, do it on every rank instead. Compare the
+    ranks before the first collective, not after the hang.
 
     Call: torch.distributed.all_gather_object(seen, [(n, str(p.device)) for n, p in model.named_parameters()])
 

@@ -20,11 +20,12 @@ def pinned_split(it: Subject) -> bool:
     back into pinned CPU memory, since the policy asks for that. It exchanges the local tensor alone: the DTensor
     goes on saying that it is on the accelerator.
 
-    On torch 2.9 and newer `state_dict()`, `detach()`, `.data` and `view` then raise "Attempted to set the storage
-    of a tensor on device ... to a storage on different device"; the first forward raises "FSDP parameters should be
-    materialized on CPU"; after lazy init forward works, and backward raises "attempting to assign a gradient with
-    device type 'cpu'". On torch 2.8 the same state is silent. `p.to(device)` does nothing, because the metadata is
-    there already.
+    On torch 2.9 and newer `state_dict()`, `detach()`, `.data` and `view` then raise "Attempted to set the storage of
+    a tensor on device ... to a storage on different device": each makes another DTensor of the parameter, which takes
+    its device from the bytes and its storage from the old wrapper, and PyTorch refuses a pair that differs. The first
+    forward raises "FSDP parameters should be materialized on CPU"; after lazy init forward works, and backward raises
+    "attempting to assign a gradient with device type 'cpu'". On torch 2.8 the same state is silent. `p.to(device)`
+    does nothing, because the metadata is there already.
 
     How to see it: `p.device` says the accelerator, `p._local_tensor.untyped_storage().device` says cpu, and the local
     tensor is pinned. `repr(p)`, `is_pinned()` and `p.untyped_storage().device` look fine and prove nothing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diagkit.diagnosis import Findings
+from diagkit.diagnosis.rule import SEVERITIES
 from diagkit.language import chosen
 from diagkit.trace import RankTrace, Trace
 from diagkit.trace.values import printable
@@ -41,12 +42,24 @@ class Report:
     against: Trace | None = None
     fix: Fix | None = None
 
+    @property
+    def severities(self) -> tuple[str, ...]:
+        """Those of the findings, the gravest first."""
+        found = {finding.severity for finding in self.findings}
+        return tuple(severity for severity in reversed(SEVERITIES) if severity in found)
+
+    @property
+    def alarming(self) -> bool:
+        """Something failed, will fail or trains wrongly, or nobody could look; not what only costs memory or time."""
+        grave = self.findings.blind or self.findings.at_least("later")
+        return bool(grave or self.failures or not all(fate.well for fate in self.fates))
+
 
 def compose(trace: Trace, against: Trace | None = None) -> Report:
     """The report on a run, in the language chosen now; ``against`` is a later run, after a fix."""
     findings = trace.findings()
     failed = failures(trace)
-    told = told_rank(trace)
+    told = told_rank(trace, failed, findings)
     ends = fates(trace)
     code, source = script(findings, trace)
     return Report(

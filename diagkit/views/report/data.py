@@ -105,6 +105,7 @@ def _tensors(report: Report) -> dict[str, Any]:
         "moment": found.moment,
         "lines": [asdict(line) for line in found.lines],
         "lines_left_out": found.lines_left_out,
+        "beside": found.beside,
         "ranks_compared": found.compared,
         "ranks_alike": found.alike,
         "differences": [asdict(line) for line in found.differences],

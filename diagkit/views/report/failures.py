@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from diagkit.diagnosis import Findings
 from diagkit.diagnosis.signatures import said
 from diagkit.language import tr
 from diagkit.trace import RankTrace, Trace
@@ -69,10 +70,11 @@ def failures(trace: Trace) -> list[Told]:
     return [_told(members) for _, members in order]
 
 
-def told_rank(trace: Trace) -> RankTrace:
-    """The rank whose story is told: the lowest of those that met the first failure, else the lowest."""
-    found = failures(trace)
-    return trace[found[0].ranks[0]] if found else next(iter(trace))
+def told_rank(trace: Trace, failed: list[Told], findings: Findings) -> RankTrace:
+    """The rank whose story is told: the lowest of those that met the first failure, else of those with the finding to
+    blame, else of all."""
+    ranks = next((one.ranks for one in (*failed, *findings)), ())
+    return next((trace[rank] for rank in ranks if rank in trace.ranks), next(iter(trace)))
 
 
 def _kind(rank: RankTrace, moment: Moment) -> tuple[object, ...]:
@@ -134,5 +136,7 @@ def _fate(rank: RankTrace) -> tuple[bool, str]:
         where = rank.phases[moment.phase].name
         if not where:
             return False, tr("failed outside any phase: {error}", error=failed)
+        if max(rank.phases) > moment.phase:
+            return False, tr("failed in phase {phase}: {error}, and went on", phase=where, error=failed)
         return False, tr("failed in phase {phase}: {error}", phase=where, error=failed)
     return True, tr("ended as a run should")

@@ -13,12 +13,13 @@ from html import escape
 from diagkit import __version__
 from diagkit.diagnosis import Finding
 from diagkit.diagnosis.finding import ranks_text
+from diagkit.diagnosis.rule import MEANINGS
 from diagkit.language import tr, trn
 from diagkit.trace.schema import Cause
 from diagkit.trace.values import clip, printable
 from diagkit.views.report.content import Report
 from diagkit.views.report.failures import Told
-from diagkit.views.report.sentences import on_ranks, public_call
+from diagkit.views.report.sentences import call_of, moment_of, on_ranks, public_call
 
 __all__ = ["code", "markdown", "text"]
 
@@ -145,18 +146,22 @@ def _cause(cause: Cause) -> Iterator[str]:
 
 def _findings(report: Report) -> Iterator[str]:
     yield f"## {tr('Findings')}"
-    if not report.findings:
+    if report.findings:
+        told = [f"**{text(tr(severity))}**: {text(tr(MEANINGS[severity]))}" for severity in report.severities]
+        yield f"{'; '.join(told)}."
+        yield ""
+    else:
         blind = report.findings.blind
         yield text(tr("Nothing could be looked at: {why}.", why=blind) if blind else tr("No residency hazard found."))
     for number, finding in enumerate(report.findings):
         yield from ([""] if number else [])
-        yield from _finding(finding)
+        yield from _finding(report, finding)
     for note in report.findings.notes:
         yield ""
         yield f"{tr('note')}: {text(note)}"
 
 
-def _finding(finding: Finding) -> Iterator[str]:
+def _finding(report: Report, finding: Finding) -> Iterator[str]:
     yield f"### {finding.code} {text(finding.title)} ({text(tr(finding.severity))})"
     if finding.follows:
         yield text(tr("follows from {code}: mend that first", code=finding.follows))
@@ -165,7 +170,10 @@ def _finding(finding: Finding) -> Iterator[str]:
     more = len(finding.where) - 8
     shown += trn(" and {count} more", " and {count} more", more) if more > 0 else ""
     yield f"- {tr('tensors')}: {shown}" + (f" ({code(finding.residency)})" if finding.residency else "")
-    yield f"- {tr('where')}: {text(on_ranks(finding.ranks, finding.world_size))}"
+    where = text(on_ranks(finding.ranks, finding.world_size))
+    phase = f", {tr('phase {name}', name='')}{code(finding.phase)}" if finding.phase else ""
+    moment = moment_of(report.trace, finding)
+    yield f"- {tr('where')}: {where}{phase}" + (text(", " + tr("at “{moment}”", moment=moment)) if moment else "")
     for line in finding.evidence:
         yield f"- {tr('seen')}: {text(line)}"
     if finding.cause is not None:
@@ -178,7 +186,7 @@ def _finding(finding: Finding) -> Iterator[str]:
             yield ""
             yield f"{heading}: {prose(paragraph)}" if number == 0 else prose(paragraph)
     if finding.call:
-        yield from _block(finding.call, "python")
+        yield from _block(call_of(finding), "python")
 
 
 def _timeline(report: Report) -> Iterator[str]:
@@ -232,7 +240,7 @@ def _ranks(report: Report) -> Iterator[str]:
     if report.tensors.differences:
         yield ""
         yield from _table(
-            (tr("tensors"), tr("rank {rank}", rank=report.tensors.rank), tr("they"), tr("which ranks")),
+            (tr("tensors"), tr("rank {rank}", rank=report.tensors.beside), tr("they"), tr("which ranks")),
             [
                 (code(line.pattern, True), code(line.here), code(line.there), _which(line.ranks, world))
                 for line in report.tensors.differences

@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from diagkit import __version__
 from diagkit.diagnosis.finding import prose_html, ranks_text
+from diagkit.diagnosis.rule import MEANINGS
 from diagkit.errors import MissingDependency, UsageError
 from diagkit.language import tr, trn
 from diagkit.trace.schema import PARAMETER
@@ -26,7 +27,7 @@ from diagkit.trace.values import printable
 from diagkit.views import palette
 from diagkit.views.report.content import Report
 from diagkit.views.report.history import history
-from diagkit.views.report.sentences import on_ranks, public_call
+from diagkit.views.report.sentences import call_of, moment_of, on_ranks, public_call
 
 __all__ = ["page"]
 
@@ -102,7 +103,15 @@ def _environment() -> Environment:
     )
     environment.filters["prose"] = _prose
     environment.globals.update(
-        tr=tr, trn=trn, on_ranks=on_ranks, ranks_text=ranks_text, public_call=public_call, device_class=_device_class
+        tr=tr,
+        trn=trn,
+        on_ranks=on_ranks,
+        ranks_text=ranks_text,
+        public_call=public_call,
+        call_of=call_of,
+        moment_of=moment_of,
+        device_class=_device_class,
+        MEANINGS=MEANINGS,
     )
     return environment
 
@@ -141,7 +150,7 @@ def _pictures(report: Report) -> dict[str, list[Picture]]:
 
     trace, told = report.trace, report.told
     wanted: dict[str, list[Callable[[], Any]]] = {
-        "timeline": [lambda: views.residency_map(trace, rows=ROWS)],
+        "timeline": [lambda: views.residency_map(trace, rank=told.rank, rows=ROWS)],
         "tensors": [lambda: views.bytes_by_device(trace, rank=told.rank)],
         "ranks": [lambda: views.rank_grid(trace, rows=ROWS)] if trace.world_size > 1 else [],
         "fix": [],

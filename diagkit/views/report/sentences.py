@@ -17,7 +17,7 @@ from diagkit.trace.schema import BUFFER, PARAMETER, Cause, Residency
 from diagkit.trace.values import clip
 from diagkit.views.report.failures import Fate, Told
 
-__all__ = ["on_ranks", "public_call", "sentences", "title"]
+__all__ = ["call_of", "moment_of", "on_ranks", "public_call", "sentences", "title"]
 
 _FIRST_SENTENCE = re.compile(r".*?[^.\d](?:\. |。|\.$|$)", re.DOTALL)
 
@@ -53,18 +53,18 @@ def sentences(
         return (_calm(told, failed), _failed(trace, failed, ends), remedy)
     # The move that a failure speaks of says more than the flag that let it happen.
     moved = next((finding for finding in findings if finding.cause and finding.failure), first)
-    return (_apart(moved), _failed(trace, failed, ends), _remedy(first))
+    return (_apart(moved, failed), _failed(trace, failed, ends), _remedy(first))
 
 
 def _first(findings: Findings) -> Finding | None:
     return findings[0] if findings else None
 
 
-def _apart(finding: Finding) -> str:
+def _apart(finding: Finding, failed: list[Told]) -> str:
     seen = _bare(finding.evidence[0]) if finding.evidence else finding.title
     cause = finding.cause
     if cause is None:
-        return tr("In {phase}, {seen}.", phase=finding.phase, seen=seen) if finding.phase else _ended(seen)
+        return _placed(finding, seen)
     metadata, slash, storage = finding.residency.partition("/")
     if slash and storage.partition(" ")[0].partition(":")[0] != metadata.partition(":")[0]:
         done = trn(
@@ -77,7 +77,16 @@ def _apart(finding: Finding) -> str:
     else:
         done = tr("left this behind: {seen}", seen=seen)
     where = f"{cause.frame.function} ({cause.frame.place})" if cause.frame else tr("a line that was not recorded")
-    what = tr("{where} called {call}, which {done}", where=where, call=public_call(cause), done=done)
+    if raised := next((one.type for one in failed if one.cause == cause and one.operation == one.phase), ""):
+        return _placed(finding, tr("{where} raised {error}, which {done}", where=where, error=raised, done=done))
+    call = public_call(cause)
+    return _placed(finding, tr("{where} called {call}, which {done}", where=where, call=call, done=done))
+
+
+def _placed(finding: Finding, what: str) -> str:
+    """A sentence: in which phase, and on which ranks unless it was so on all."""
+    if len(finding.ranks) < finding.world_size:
+        what = tr("{ranks} alone, {what}", ranks=on_ranks(finding.ranks, finding.world_size), what=what)
     return tr("In {phase}, {what}.", phase=finding.phase, what=what) if finding.phase else _ended(what)
 
 
@@ -96,6 +105,19 @@ def public_call(cause: Cause) -> str:
     """The call of a chain that a reader knows: ``"Module.to"`` rather than what it called inside torch."""
     known = [step for step in cause.chain if step.startswith("Module.") and "._" not in step]
     return known[-1] if known else cause.operation
+
+
+def call_of(finding: Finding) -> str:
+    """The lines that mend it on a live model, ready to be pasted."""
+    if "dk." not in finding.call:
+        return finding.call
+    return f"import diagkit as dk  # {tr('on every rank')}\n{finding.call}"
+
+
+def moment_of(trace: Trace, finding: Finding) -> str:
+    """The label of the moment at which it was judged."""
+    rank = trace[finding.ranks[0]] if finding.ranks and finding.ranks[0] in trace.ranks else None
+    return rank.moments[finding.moment].label if rank is not None and finding.moment < len(rank.moments) else ""
 
 
 def on_ranks(ranks: tuple[int, ...], world_size: int) -> str:

@@ -23,7 +23,7 @@ DIFFERENCES = 60
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Tensors that are elsewhere on these ranks than on the rank that is told; all as short residencies."""
+    """Tensors that are elsewhere on these ranks than on the one they are held beside; all as short residencies."""
 
     pattern: str
     count: int
@@ -34,7 +34,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """``moment`` is a moment's label; ``alike`` counts the ranks that ended like the one that is told.
+    """``moment`` is a moment's label; ``alike`` counts the ranks that ended like rank ``beside``.
 
     ``lines_left_out`` counts lines, ``differences_left_out`` tensors.
     """
@@ -43,6 +43,7 @@ class Tensors:
     moment: str
     lines: tuple[ResidencyLine, ...]
     lines_left_out: int
+    beside: int
     compared: int
     alike: int
     differences: tuple[Difference, ...]
@@ -55,16 +56,21 @@ class Tensors:
 
 
 def tensors(trace: Trace, told: RankTrace, moment: int | None) -> Tensors:
-    """The tensors of one rank after a moment (None: the last at which they lived), and how others differ at the end."""
+    """The tensors of one rank after a moment (None: the last at which they lived), and how ranks differ at the end.
+
+    Where nothing failed, ranks are held beside the first one: that an odd rank is told makes all others no exceptions.
+    """
     at = moment if moment is not None else told.living
     lines = ResidencyTable.at(told, at, kinds=TENSOR_KINDS).lines if told.moments else ()
-    others = [rank for rank in trace if rank is not told and rank.moments]
-    found, left_out, unlike = _compare(told, others) if told.moments else ([], 0, set())
+    beside = told if moment is not None else next(iter(trace))
+    others = [rank for rank in trace if rank is not beside and rank.moments]
+    found, left_out, unlike = _compare(beside, others) if beside.moments else ([], 0, set())
     return Tensors(
         told.rank,
         told.moments[at].label if told.moments else "",
         lines[:LINES],
         max(0, len(lines) - LINES),
+        beside.rank,
         len(others),
         len(others) - len(unlike),
         tuple(found[:DIFFERENCES]),
@@ -72,8 +78,8 @@ def tensors(trace: Trace, told: RankTrace, moment: int | None) -> Tensors:
     )
 
 
-def _compare(told: RankTrace, others: list[RankTrace]) -> tuple[list[Difference], int, set[int]]:
-    mine = _shown(told)
+def _compare(beside: RankTrace, others: list[RankTrace]) -> tuple[list[Difference], int, set[int]]:
+    mine = _shown(beside)
     same_row: dict[tuple[int, str], set[int]] = {}  # (row, what it is there) -> ranks
     unlike: set[int] = set()
     for rank in others:
@@ -87,7 +93,7 @@ def _compare(told: RankTrace, others: list[RankTrace]) -> tuple[list[Difference]
     groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for (row, there), on in same_row.items():
         groups.setdefault((_at(mine, row), there, tuple(sorted(on))), []).append(row)
-    rows = max([told, *others], key=lambda rank: len(rank.rows)).rows
+    rows = max([beside, *others], key=lambda rank: len(rank.rows)).rows
     found: list[Difference] = []
     left_out = 0
     for (here, there, ranks), members in sorted(groups.items(), key=lambda group: -len(group[1]) * len(group[0][2])):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from diagkit.diagnosis.words import KINDS
-from diagkit.language import tr, trn
+from diagkit.language import tr
 from diagkit.trace import RankTrace
+from diagkit.trace.nouns import counted
 from diagkit.trace.patterns import compress
 from diagkit.trace.schema import CALL, TENSOR_KINDS, Cause, Moment, Phase, Residency, Row
 
@@ -23,7 +23,8 @@ CHAPTERS, EVENTS = 200, 40
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """``kind`` is "move", "split" (a move that parts metadata and bytes), "failure" or "call" (nothing moved).
+    """``kind`` is "move", "split" (a move that parts metadata and bytes for longer than its phase lasts, or until
+    something fails), "failure" or "call" (nothing moved).
 
     ``times``: so many in a row.
     """
@@ -107,7 +108,8 @@ def _events(rank: RankTrace) -> Iterator[tuple[Moment, Event]]:
     for (index, old, new), rows in moves.items():
         moment = rank.moments[index]
         text = tr("{tensors}: {before} → {after}", tensors=_counted(rows), before=old, after=new)
-        yield moment, Event(moment.clock - start, "split" if new in split else "move", text, moment.cause)
+        kind = "split" if new in split and _lasts(rank, moment, rows) else "move"
+        yield moment, Event(moment.clock - start, kind, text, moment.cause)
     moved = {index for index, _, _ in moves}
     for moment in rank.moments:
         if moment.kind == CALL and moment.index not in moved:
@@ -116,6 +118,16 @@ def _events(rank: RankTrace) -> Iterator[tuple[Moment, Event]]:
         if moment.failure is not None:
             text = tr("{operation} raises {error}", operation=moment.failure.operation, error=moment.failure.type)
             yield moment, Event(moment.clock - start, "failure", text, moment.cause)
+
+
+def _lasts(rank: RankTrace, moment: Moment, rows: list[Row]) -> bool:
+    """Whether one of the rows, split at this moment, still is when the phase ends, or met a failure before that."""
+    phase = rank.phases.get(moment.phase)
+    if phase is None or phase.exit is None or any(failure.phase == moment.phase for failure in rank.failures):
+        return True
+    facts = rank.state(phase.exit).facts
+    at_its_end = (rank.facts[facts[row.id]] for row in rows)
+    return any(isinstance(its, Residency) and its.split for its in at_its_end)
 
 
 def _counted(rows: list[Row]) -> str:
@@ -127,5 +139,5 @@ def _counted(rows: list[Row]) -> str:
     for kind, names in kinds.items():
         patterns = compress(names) if len(names) <= 1000 else []
         named = f" ({patterns[0].text})" if len(patterns) == 1 and len(patterns[0].text) <= 60 else ""
-        words.append(trn(*KINDS[kind], len(names)) + named)
+        words.append(counted(kind, len(names)) + named)
     return tr(" and ").join(words)
