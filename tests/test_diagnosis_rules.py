@@ -252,7 +252,7 @@ def test_a_phase_that_ends_split_is_a_fault() -> None:
     (finding,) = diagnose(story((ENTER, 1, "move", HEALTHY), (CALL, 1, "", SPLIT), (EXIT, 1, "", None)))
     assert (finding.code, finding.phase, finding.severity) == ("DK101", "move", "later")
     assert finding.cause is not None and finding.cause.frame is not None and finding.cause.frame.line == 11
-    assert "phase move ended so" in finding.evidence
+    assert "still so when phase move ended" in finding.evidence
 
 
 def test_an_operation_that_begins_on_a_split_is_a_fault_unless_it_builds_the_model() -> None:

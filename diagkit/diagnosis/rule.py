@@ -35,7 +35,7 @@ MEANINGS = {
     "later": msg("nothing has failed yet, and an operation will"),
     "silent": msg("wrong or lost results without an error"),
     "hang": msg("ranks may wait for each other for ever"),
-    "now": msg("an operation fails at once"),
+    "now": msg("an operation has failed on it, or the next one will"),
 }
 SEVERITIES = tuple(MEANINGS)
 

@@ -204,9 +204,9 @@ def _why(hit: Hit) -> str:
     if hit.judged.why == "failed":
         return tr("{operation} failed on it", operation=moment.failure.operation if moment.failure else name)
     text = {
-        "ends": msg("phase {name} ended so"),
-        "begins": msg("phase {name} began on it"),
-        "last": msg("it is so now") if is_look(hit.rank) else msg("the trace ended so"),
+        "ends": msg("still so when phase {name} ended"),
+        "begins": msg("already so when phase {name} began"),
+        "last": msg("it is so now") if is_look(hit.rank) else msg("still so when the trace ended"),
     }[hit.judged.why]
     return tr(text, name=name)
 
