@@ -22,9 +22,10 @@ from diagkit.trace.schema import GRADIENT, GROUP, OPTIMIZER, OPTIMIZER_STATE, PA
 
 Signature = tuple[Any, ...]
 #: Rows looked at together: several passes over more than the processor's cache holds cost more than they save.
-STRIDE = 32
+STRIDE = 96
 
 _storage = torch._C.TensorBase.untyped_storage
+_index = torch._C.TensorBase.get_device
 _identity = attrgetter("_cdata")
 _sharded_param = attrgetter("sharded_param")
 _local = attrgetter("_local_tensor")
@@ -54,7 +55,7 @@ def _parameters(slots: Sequence[Slot]) -> Signature:
     locals_ = list(map(_local, params))
     return (
         list(map(_identity, map(_storage, locals_))),
-        list(map(_identity, map(_storage, map(_flat, records)))),
+        list(map(id, map(_flat, records))),  # FSDP2 makes another one to exchange its bytes
         list(map(_state, records)),
         list(map(_device, params)),
         list(map(_dtype, params)),
@@ -93,16 +94,16 @@ def _states(entries: Sequence[State]) -> Signature | None:
 
 def _held(optimizer: Any) -> Signature | None:
     # Nothing but FSDP2 exchanges what is under a DTensor, only of parameters; a moment that moves is another object.
-    # So the object tells, at a fraction of the memory traffic, with the device, because an address may be used again;
-    # plain counters are looked at themselves.
+    # So the object tells, at a fraction of the memory traffic, with the device's index (-1: the CPU), because `.data`
+    # moves what stays the same object; plain counters are looked at themselves.
     values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
     try:
-        devices = list(map(_device, values))
-    except AttributeError:  # not tensors alone; what is in a list may be exchanged without a trace in it
+        devices = list(map(_index, values))
+    except TypeError:  # not tensors alone; what is in a list may be exchanged without a trace in it
         if any(isinstance(value, (list, tuple, Mapping)) for value in values):
             return None
         values = [value for value in values if isinstance(value, torch.Tensor)]
-        devices = list(map(_device, values))
+        devices = list(map(_index, values))
     kinds = list(map(type, values))
     plain = compress(values, [kind is torch.Tensor for kind in kinds])
     ids = list(map(id, optimizer.state)), list(map(id, values))

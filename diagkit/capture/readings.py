@@ -135,7 +135,7 @@ class Readings:
         self._afresh = afresh or self._edge
         if self._undefined:
             self.shielded("tables", self._define_all)
-        for kind, block in sorted(self.blocks, key=_parameters_first):
+        for kind, block in self.blocks:
             if kind in kinds:
                 read_row = self._reader_of(kind)
                 rows = self._worth_reading(kind, block)
@@ -252,7 +252,3 @@ class Readings:
     def storages(self, kind: str) -> set[int]:
         """The storages of all rows of a kind, as last read."""
         return {self._storages[row] for row in self.of(kind)}
-
-
-def _parameters_first(block: tuple[str, range]) -> bool:
-    return block[0] != PARAMETER

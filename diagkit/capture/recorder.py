@@ -248,7 +248,8 @@ class Recorder:
         if self._deaf() or (operation.full and not self.full):
             return False
         with self._lock:
-            return self._ledger.inventory.concerns(subject)
+            concerned = self._ledger.inventory.concerns(subject)
+        return concerned  # not from inside: an interrupt on the way out would leave the lock locked
 
     def before(self, call: Call) -> None:
         """Takes in what changed since the last moment, so that this call is not blamed for it."""
@@ -369,7 +370,8 @@ class Recorder:
     def _shielded(self, where: str, method: Callable[..., Any], *args: Any, **more: Any) -> Any:
         try:
             with self._lock:
-                return method(*args, **more)
+                result = method(*args, **more)
+            return result
         except Exception as error:
             with contextlib.suppress(Exception):
                 self.trouble(where, error)
