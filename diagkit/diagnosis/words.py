@@ -13,6 +13,7 @@ from diagkit.trace.patterns import compress
 from diagkit.trace.schema import (
     ABSENT,
     BUFFER,
+    CALL,
     EXIT,
     EXPORT,
     GRADIENT,
@@ -228,9 +229,9 @@ def as_of(hit: Hit) -> str:
 
 
 def moment_text(rank: RankTrace, moment: Moment) -> str:
-    """``"Module._apply in phase save"``."""
+    """``"Module.to in phase save"``."""
     phase = rank.phases.get(moment.phase)
-    what = moment.cause.operation if moment.cause else moment.label
+    what = moment.cause.operation if moment.cause and moment.kind != CALL else moment.label
     if moment.kind == EXIT and phase is not None:
         return tr("the end of phase {phase}", phase=phase.name)
     return tr("{call} in phase {phase}", call=what, phase=phase.name) if phase is not None and phase.name else what

@@ -40,7 +40,7 @@ TOOLS = (
     "FSDPMemTracker",
 )
 #: Blocks and pairs of steps by width: about as many layers as models have, and as many pairs as an hour allows.
-WIDTHS = {64: (24, 120), 512: (16, 60)}
+WIDTHS = {64: (24, 100), 512: (16, 50)}
 SETUPS = [
     {"width": width, "blocks": WIDTHS[width][0], "ranks": ranks, "offload": offload, "pairs": WIDTHS[width][1] // ranks}
     for ranks in (1, 2)
@@ -48,7 +48,7 @@ SETUPS = [
     for width in WIDTHS
 ]
 # A model of few and tiny layers shows what a phase costs however small the model is.
-SETUPS.append({"width": 64, "blocks": 8, "ranks": 1, "offload": True, "pairs": 120})
+SETUPS.append({"width": 64, "blocks": 8, "ranks": 1, "offload": True, "pairs": 100})
 
 
 def call(*words: object, timeout: float = 900) -> tuple[float, str]:
