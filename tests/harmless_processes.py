@@ -179,6 +179,9 @@ def main(folder_name: str) -> None:
         folder = pathlib.Path(folder_name) / way
         found[way] = watched(way, folder, Trainer, work)
         found[way] |= {"left": left_behind(before), "traces": traced(folder)}
+        if -9 in found["bare"]["codes"]:  # children hang on this torch by themselves: nothing can be told of ours
+            print(json.dumps(found))
+            return
     for way in ("bare", "full"):
         folder = pathlib.Path(folder_name) / f"spawn-{way}"
         found[f"spawn {way}"] = watched(way, folder, Trainer, spawned)

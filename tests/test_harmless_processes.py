@@ -27,7 +27,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("processes")
     [result] = run_ranks(HERE / "harmless_processes.py", 1, args=[str(folder)], timeout=280)
     [line] = result.stdout.splitlines()  # no child has gone on to where its parent prints
-    return Run(json.loads(line), result.stderr)
+    told = json.loads(line)
+    if set(told) == {"bare"}:
+        pytest.skip("on this torch a forked child of a job hangs without diagkit, too")
+    return Run(told, result.stderr)
 
 
 @pytest.mark.parametrize("way", WAYS)
