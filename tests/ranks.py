@@ -100,6 +100,11 @@ def run_ranks(
     return results
 
 
+def own_words(stdout: str) -> str:
+    """What a process printed, less what torch 2.9 says there when gloo has connected."""
+    return "".join(line for line in stdout.splitlines(keepends=True) if not line.startswith("[Gloo] Rank"))
+
+
 def free_port() -> int:
     """A TCP port on loopback that nobody listens on at this moment."""
     with socket.socket() as probe:
@@ -115,11 +120,11 @@ def _collect(started: list[subprocess.Popen[str]], deadline: float) -> list[Rank
         process = started[rank]
         try:
             out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            return RankResult(rank, process.returncode, out, err)
+            return RankResult(rank, process.returncode, own_words(out), err)
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
-            return RankResult(rank, process.returncode, out, err + "\n(killed: out of time)", timed_out=True)
+            return RankResult(rank, process.returncode, own_words(out), err + "\n(killed: out of time)", timed_out=True)
 
     with ThreadPoolExecutor(len(started)) as pool:
         return list(pool.map(finish, range(len(started))))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from ranks import own_words
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARD = """
@@ -38,8 +39,7 @@ def python(code: str, folder: pathlib.Path | None = None, **variables: str) -> s
     if folder is not None:
         environment["DIAGKIT_TRACE"] = str(folder)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
-    # torch 2.9 says there when gloo has connected.
-    done.stdout = "".join(line for line in done.stdout.splitlines(keepends=True) if not line.startswith("[Gloo] Rank"))
+    done.stdout = own_words(done.stdout)
     return done
 
 
