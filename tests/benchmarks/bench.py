@@ -175,7 +175,7 @@ def table(results: dict[str, Any]) -> str:
     on = results["machine"]
     lines = [
         f"Measured on {on['date']}: {on['cpu']}, {on['cores']} cores, Python {on['python']}, torch {on['torch']}, "
-        f"load {on['load']} before. `make bench` measures anew.",
+        f"{'load ' + str(on['load']) + ' before' if 'load' in on else on['beside']}. `make bench` measures anew.",
         "",
     ]
     if "steps" in results:
