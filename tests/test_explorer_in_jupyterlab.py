@@ -157,6 +157,7 @@ def test_a_tensor_is_chosen_for_its_lifeline(page: Page) -> None:
 
 def test_another_rank_shows_its_own_devices(page: Page) -> None:
     choose(page, "Finding", "all tensors")
+    expect(state(page).locator("tbody tr")).to_have_count(7)
     choose(page, "Rank", "1")
     expect(state(page).locator("caption")).to_contain_text("A: Unguarded · rank 1")
     expect(state(page).locator("tbody tr").first.locator(".chip").first).to_have_text("npu:1")
