@@ -135,6 +135,8 @@ def test_unloading_takes_every_command_out(shell: Any) -> None:
 
 # ---- two kernels that are the ranks of a job
 
+#: What each kernel has said, asked of it: what it prints may come after the cell has ended.
+SAID = "print(*client[:]['said'], sep='\\n')"
 CELLS = {
     "start": """
         import ipyparallel
@@ -173,25 +175,33 @@ CELLS = {
     "crash": "%%px --block\ntry:\n    model.state_dict()\nexcept RuntimeError as error:\n    last = error\nraise last",
     "explain": "%%px --block\n%explain",
     "plan": "%%px --block\n%heal --dry-run model optimizer",
-    "heal": "%%px --block\nimport diagkit as dk\nhealing = dk.heal(model, optimizer)\nprint(rank, healing.codes)",
+    "mend": """
+        %%px --block
+        import diagkit as dk
+        said = f"{rank} {dk.heal(model, optimizer).codes}"
+    """,
+    "heal": SAID,
     "healed": "%%px --block\n%residency model",
     "again": "%%px --block\n%heal",
     "guard": "%%px --block\n%guard model",
-    "stopped": """
+    "move": """
         %%px --block
+        said = ""
         try:
             model.to("npu")
         except dk.errors.MoveBlocked as error:
-            print(f"rank {rank}: {error}")
+            said = f"rank {rank}: {error}"
     """,
+    "stopped": SAID,
     "told": "%%px --block\n%guard",
     "off": "%%px --block\n%guard off",
-    "on": """
+    "train": """
         %%px --block
         losses += [step(model, optimizer) for _ in range(3)]
         twin = build()  # the same model, never moved
-        print(f"rank {rank}: {losses == [step(*twin) for _ in range(4)]} {len(set(losses))} {len(model.state_dict())}")
+        said = f"rank {rank}: {losses == [step(*twin) for _ in range(4)]} {len(set(losses))} {len(model.state_dict())}"
     """,
+    "on": SAID,
     "stop": "client.shutdown(hub=True, block=True)",
 }
 
