@@ -19,7 +19,7 @@ from trace_story import HEALTHY, NAMES, SPLIT, STATE, events, lines
 from diagkit.errors import TraceError
 from diagkit.trace import RankTrace, open_trace, read_rank
 from diagkit.trace.schema import MARK, PARAMETER, Change, Header, Residency, Row
-from diagkit.trace.writer import FileSink, MemorySink, TraceWriter, _dump
+from diagkit.trace.writer import FileSink, MemorySink, TraceWriter
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HEADER = Header(run="story", torch="2.13.0", device="npu", simulated=True)
@@ -110,11 +110,6 @@ def test_a_lost_header_comes_first_when_there_is_space_again() -> None:
     trace = read(sink)
     assert trace.header.run == "story" and not trace.headless
     assert final(trace) == WHOLE
-
-
-def test_a_line_is_written_as_json_writes_it() -> None:
-    value = {"a": 1.5, "b": ["\u202e\"\n", None, True], "c": {"d": float("nan")}, "e": pathlib.PurePosixPath("x")}
-    assert _dump(value).decode() == json.dumps(value, separators=(",", ":"), default=str)
 
 
 def test_warnings_that_are_errors_do_not_reach_the_job() -> None:

@@ -50,8 +50,8 @@ class GroupWatch:
     def gathered(self) -> bool:
         """Whether its parameters are gathered now."""
         group = None if self.group is None else self.group()
-        # The name, since asking for the enumeration costs more than the rest together, in every step.
-        return getattr(getattr(group, "_sharded_state", None), "name", "SHARDED") != "SHARDED"
+        state = getattr(group, "_sharded_state", None)
+        return state is not None and state is not internals.sharded()
 
     def has_gradients(self, trained: set[int]) -> bool:
         """Whether one of its parameters is among these (ids) and has a gradient."""

@@ -55,7 +55,7 @@ def _parameters(slots: Sequence[Slot]) -> Signature:
     locals_ = list(map(_local, params))
     return (
         list(map(_identity, map(_storage, locals_))),
-        list(map(id, map(_flat, records))),  # FSDP2 makes another one to exchange its bytes
+        list(map(_identity, map(_storage, map(_flat, records)))),
         list(map(_state, records)),
         list(map(_device, params)),
         list(map(_dtype, params)),

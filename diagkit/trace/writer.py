@@ -30,7 +30,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -358,16 +358,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(text.split())[:200]
 
 
-def _encoder() -> Callable[[object], str]:
-    """As ``json.dumps``, without what that prepares anew for every line."""
-    make = getattr(json.encoder, "c_make_encoder", None)
-    if make is None:
-        return json.JSONEncoder(separators=(",", ":"), default=str).encode
-    encode = make(None, str, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, True)
-    return lambda value: "".join(encode(value, 0))
-
-
-_encode = _encoder()
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, default=str).encode
 
 
 def _dump(value: object) -> bytes:
