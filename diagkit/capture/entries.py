@@ -167,7 +167,7 @@ class State:
 
 class Inner(State):
     """A tensor in a list, tuple or dict of a parameter's optimizer state; its part is the path, ``("GG", 0)``. A glance
-    does not find it under that name, so that its block is read row by row."""
+    does not look into those, so that an optimizer which has them is read row by row."""
 
     __slots__ = ()
 

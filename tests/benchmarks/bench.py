@@ -175,7 +175,7 @@ def table(results: dict[str, Any]) -> str:
     on = results["machine"]
     lines = [
         f"Measured on {on['date']}: {on['cpu']}, {on['cores']} cores, Python {on['python']}, torch {on['torch']}, "
-        f"{'load ' + str(on['load']) + ' before' if 'load' in on else on['beside']}. `make bench` measures anew.",
+        f"load {on['load']} before{'; ' + on['note'] if on.get('note') else ''}. `make bench` measures anew.",
         "",
     ]
     if "steps" in results:
@@ -225,10 +225,11 @@ def table(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--note", default="", help="what else there is to know of the machine, such as what ran beside")
     parser.add_argument("--quick", action="store_true", help="five pairs, to see that everything runs; writes nothing")
     args = parser.parse_args()
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() and not args.quick else {}
-    results: dict[str, Any] = {**known, "machine": machine()}
+    results: dict[str, Any] = {**known, "machine": {**machine(), "note": args.note}}
     for name in args.only:
         results[name] = PARTS[name](args.quick)
     text = table(results)
