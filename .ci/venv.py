@@ -32,12 +32,8 @@ def main():
         return 0
     _check_python()
     start = time.monotonic()
-    print(
-        "Setting up {} with Python {} and torch {} (once; later runs reuse it)".format(
-            venv, platform.python_version(), args.torch
-        ),
-        flush=True,
-    )
+    print("Setting up {} with Python {} and torch {} (once; later runs reuse it)".format(
+        venv, platform.python_version(), args.torch), flush=True)
     if (venv / "bin" / "python").exists():
         _say(1, "renewing the environment that is there")
     else:
@@ -70,18 +66,14 @@ def _arguments():
 
 def _check_python():
     if sys.version_info < FLOOR:
-        _stop(
-            "Python {} is too old: diagkit needs 3.10 or newer".format(platform.python_version()),
-            "Install one, then: make PYTHON=/path/to/python3.12 ...",
-        )
+        _stop("Python {} is too old: diagkit needs 3.10 or newer".format(platform.python_version()),
+              "Install one, then: make PYTHON=/path/to/python3.12 ...")
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
     except ImportError:
-        _stop(
-            "this Python cannot make environments: ensurepip is missing",
-            "On Debian or Ubuntu: apt-get install python3-venv",
-        )
+        _stop("this Python cannot make environments: ensurepip is missing",
+              "On Debian or Ubuntu: apt-get install python3-venv")
 
 
 def _create(venv):
@@ -89,10 +81,8 @@ def _create(venv):
     result = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True)
     if result.returncode:
         shutil.rmtree(str(venv), ignore_errors=True)
-        _stop(
-            "could not create {}: {}".format(venv, (result.stderr or result.stdout).strip().split("\n")[-1]),
-            "On Debian or Ubuntu: apt-get install python3-venv; else look at free space and permissions here",
-        )
+        _stop("could not create {}: {}".format(venv, (result.stderr or result.stdout).strip().split("\n")[-1]),
+              "On Debian or Ubuntu: apt-get install python3-venv; else look at free space and permissions here")
 
 
 def _constraints(venv, torch):
@@ -112,13 +102,8 @@ def _pip(command, log, must=True):
     live = sys.stdout.isatty()
     with log.open("a") as sink:
         sink.write("\n$ " + " ".join(command) + "\n")
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=dict(os.environ, PYTHONUNBUFFERED="1"),
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   env=dict(os.environ, PYTHONUNBUFFERED="1"))
         last = begun
         for line in process.stdout:
             sink.write(line)
@@ -135,10 +120,8 @@ def _pip(command, log, must=True):
         print("\r" + " " * 60 + "\r", end="", flush=True)
     if code and must:
         words = [line for line in log.read_text().splitlines() if line.startswith("ERROR")][-3:]
-        _stop(
-            "pip could not install: " + (" | ".join(words) or "no reason given"),
-            "The whole talk is in {}. Behind a mirror set PIP_INDEX_URL, or TORCH_INDEX for torch alone".format(log),
-        )
+        _stop("pip could not install: " + (" | ".join(words) or "no reason given"),
+              "The whole talk is in {}. Behind a mirror set PIP_INDEX_URL, or TORCH_INDEX for torch alone".format(log))
 
 
 def _progress(text, live):
