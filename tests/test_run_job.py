@@ -82,10 +82,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The repaired job without diagkit and with it."""
     if request.param == "qwen.py":
         pytest.importorskip("transformers")
-    plain = run(tmp_path_factory.mktemp("job"), request.param, recorded=False)
-    if -6 in plain.codes:  # now and then, on a busy machine, torch's own threads abort a job at its end
-        plain = run(tmp_path_factory.mktemp("job"), request.param, recorded=False)
-    return plain, run(tmp_path_factory.mktemp("job"), request.param, recorded=True)
+    plain, recorded = (run(tmp_path_factory.mktemp("job"), request.param, recorded=r) for r in (False, True))
+    return plain, recorded
 
 
 def test_the_script_leaves_with_its_own_code_and_its_own_words(crashed: Run) -> None:

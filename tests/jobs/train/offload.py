@@ -6,6 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ending import end
 from placing import place
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -47,7 +48,7 @@ def main() -> int:
     except RuntimeError as error:
         print(f"rank {dist.get_rank()}: saving failed", file=sys.stderr)
         raise SystemExit(7) from error
-    dist.destroy_process_group()
+    end()
     return 0
 
 

@@ -6,6 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ending import end
 from placing import place
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,7 +55,7 @@ def main() -> int:
     if args.place:
         place(model, device)
     dcp.save(get_model_state_dict(model), checkpoint_id=args.checkpoint)
-    dist.destroy_process_group()
+    end()
     return 0
 
 
