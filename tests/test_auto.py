@@ -314,3 +314,18 @@ def test_a_job_that_imports_it_under_diagkit_run_is_recorded_once(tmp_path: path
     assert (done.returncode, done.stdout) == (0, "")
     assert recorded(tmp_path / "given")[-1] == "end"
     assert not (tmp_path / "variable").exists()
+
+
+def test_the_thread_that_notices_standstills_is_gone_when_it_is_stopped() -> None:
+    from diagkit.capture.recorder import Recorder
+    from diagkit.run.quiet import QuietWatch
+    from diagkit.trace.schema import Header
+    from diagkit.trace.writer import MemorySink, TraceWriter
+
+    recorder = Recorder(TraceWriter(MemorySink(), Header(run="r", device="npu")))
+    for _ in range(200):
+        watch = QuietWatch(recorder, 300.0)
+        watch.start()
+        watch.stop()
+        assert not watch.is_alive()
+    QuietWatch(recorder, 300.0).stop()  # one that no thread could be had for

@@ -24,8 +24,10 @@ class QuietWatch(threading.Thread):
         self._main = threading.main_thread().ident
 
     def stop(self) -> None:
-        """Ends it."""
+        """Ends it: gone when this returns, unless it is in the middle of writing a standstill down."""
         self._done.set()
+        if self.is_alive():
+            self.join(1.0)
 
     def run(self) -> None:
         """Looks a few times per limit."""
