@@ -23,7 +23,7 @@ from diagkit.errors import UsageError
 from diagkit.trace import RankTrace
 from diagkit.trace.schema import EXPORT
 
-Pair = namedtuple("Pair", "weights config")  # noqa: PYI024: as a job's code may have it
+Pair = namedtuple("Pair", "weights config")  # as a job's code may have it
 
 
 class Engine:

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class GroupWatch:
     last: tuple[Any, ...] | None = None
     facts: GroupFacts | None = None
     stale: bool = False  # an optimizer has written its parameters while they were gathered
+    sharded: Any = field(default_factory=internals.sharded)
 
     def leave(self) -> None:
         """The model has no such group any more."""
@@ -51,7 +52,7 @@ class GroupWatch:
         """Whether its parameters are gathered now."""
         group = None if self.group is None else self.group()
         state = getattr(group, "_sharded_state", None)
-        return state is not None and state is not internals.sharded()
+        return state is not None and state is not self.sharded
 
     def has_gradients(self, trained: set[int]) -> bool:
         """Whether one of its parameters is among these (ids) and has a gradient."""

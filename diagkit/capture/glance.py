@@ -9,7 +9,7 @@ itself (`residency.py` says so too).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, compress
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -104,10 +104,9 @@ def _held(optimizer: Any) -> Signature | None:
             return None
         values = [value for value in values if isinstance(value, torch.Tensor)]
         devices = list(map(_index, values))
-    kinds = list(map(type, values))
-    plain = compress(values, [kind is torch.Tensor for kind in kinds])
+    plain = [value for value in values if type(value) is torch.Tensor]
     ids = list(map(id, optimizer.state)), list(map(id, values))
-    return *ids, kinds, devices, list(map(_identity, map(_storage, plain)))
+    return *ids, devices, list(map(_identity, map(_storage, plain)))
 
 
 def _groups(watches: Sequence[GroupWatch]) -> Signature | None:

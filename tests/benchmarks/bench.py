@@ -16,6 +16,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -124,8 +125,6 @@ def simulated(quick: bool) -> dict[str, Any]:
 
 def demo(quick: bool) -> dict[str, float]:
     """Seconds of the demo with an empty cache of compiled parts (cold) and with a full one (warm)."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as cache:
         os.environ["DIAGKIT_CACHE"] = cache
         try:
@@ -134,10 +133,24 @@ def demo(quick: bool) -> dict[str, float]:
             del os.environ["DIAGKIT_CACHE"]
 
 
+def recording(quick: bool) -> dict[str, Any]:
+    """What recording costs as models grow and as a job goes on; the figure is beside this file."""
+    with tempfile.TemporaryDirectory() as folder:
+        call(HERE / "recording.py", folder if quick else HERE, *["--quick"] * quick, timeout=1800)
+        return json.loads(Path(folder if quick else HERE, "recording.json").read_text())  # type: ignore[no-any-return]
+
+
+def scale(quick: bool) -> dict[str, Any]:
+    """Diagnosis and report of a large job, and the cost of diagnosis against ranks and parameters (a figure)."""
+    size = ["--ranks", 16, "--parameters", 200] if quick else []
+    largest = json.loads(call(HERE / "scale.py", *size, timeout=1800)[1])
+    if not quick:
+        call(HERE / "scale.py", "--curve", HERE, timeout=1800)
+    return largest  # type: ignore[no-any-return]
+
+
 def visibility(quick: bool) -> dict[str, Any]:
     """What each tool says of five models."""
-    import tempfile
-
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         call(HERE / "visibility.py", "--json", file.name, timeout=1800)
         return json.loads(Path(file.name).read_text())["tools"]  # type: ignore[no-any-return]
@@ -149,6 +162,8 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "imports": imports,
     "simulated": simulated,
     "demo": demo,
+    "recording": recording,
+    "scale": scale,
     "visibility": visibility,
 }
 
@@ -208,6 +223,31 @@ def table(results: dict[str, Any]) -> str:
     if "demo" in results:
         d = results["demo"]
         lines += [f"`diagkit demo`: {d['cold']:.0f} s when it must compile first, {d['warm']:.0f} s afterwards.", ""]
+    if "recording" in results:
+        r = results["recording"]
+        small, large = r["by_parameters"][0], r["by_parameters"][-1]
+        ends = (statistics.median(point["added_ms"] for point in part) for part in halves(r["by_steps"]))
+        lines += [
+            f"The two edges of a phase take {small['edges_ms']:.2f} ms at {small['parameters']:,} parameters and "
+            f"{large['edges_ms']:.1f} ms at {large['parameters']:,}; a mark {small['mark_ms']:.2f} and "
+            f"{large['mark_ms']:.1f} ms. A recorded step takes {' and '.join(f'{ms:.2f}' for ms in ends)} ms longer in "
+            f"the first and the second half of {r['by_steps'][-1]['steps']:,} steps, and "
+            f"{statistics.median(point['bytes'] for point in r['by_steps']):,.0f} bytes of the trace.",
+            "",
+            "![cost of recording against parameters and against steps](recording.png)",
+            "",
+        ]
+    if "scale" in results:
+        r = results["scale"]
+        lines += [
+            f"{r['ranks']:,} ranks of {r['parameters']:,} parameters, {r['bytes'] / 1e6:,.0f} MB of traces: "
+            f"`diagkit diagnose` {r['diagnose']['seconds']:.1f} s and {r['diagnose']['megabytes']:.0f} MB of memory; "
+            f"`diagkit report` {r['report']['seconds']:.1f} s, {r['report']['megabytes']:.0f} MB, a page of "
+            f"{r['report']['bytes'] / 1e3:,.0f} kB.",
+            "",
+            "![cost of diagnosis against ranks and against parameters](scale.png)",
+            "",
+        ]
     if "visibility" in results:
         models = list(next(iter(results["visibility"].values())))
         lines += [
@@ -220,6 +260,10 @@ def table(results: dict[str, Any]) -> str:
             lines.append(f"| {tool} | " + " | ".join(cell["verdict"] for cell in cells.values()) + " |")
         lines.append("")
     return "\n".join(lines)
+
+
+def halves(points: list[Any]) -> tuple[list[Any], list[Any]]:
+    return points[: len(points) // 2], points[len(points) // 2 :]
 
 
 def main() -> None:

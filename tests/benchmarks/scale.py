@@ -5,7 +5,7 @@ own, and on every rank another hundredth of the parameters lives elsewhere than 
 equal. ``diagkit diagnose`` runs as its users run it, in a process of its own, whose time and largest memory are taken.
 No torch is needed. Run:
 
-    python tests/benchmarks/scale.py                     1,024 x 10,000 x 40, one figure
+    python tests/benchmarks/scale.py                     1,024 x 10,000 x 40: diagnosis and report
     python tests/benchmarks/scale.py --curve build/scale cost against ranks and against parameters: JSON and PNG
 """
 
@@ -200,7 +200,11 @@ def main() -> None:
         if not (folder / "rank-00000.jsonl").exists():
             make(folder, args.ranks, args.parameters, args.moments, args.sick)
         size = sum(file.stat().st_size for file in folder.iterdir())
-        print(json.dumps({"ranks": args.ranks, "parameters": args.parameters, "bytes": size, **measure(folder)}))
+        with tempfile.TemporaryDirectory() as out:
+            page = pathlib.Path(out, "report.html")
+            found = {"diagnose": measure(folder), "report": measure(folder, f"report -o {page}")}
+            found["report"]["bytes"] = page.stat().st_size
+        print(json.dumps({"ranks": args.ranks, "parameters": args.parameters, "bytes": size, **found}))
 
 
 if __name__ == "__main__":
