@@ -276,11 +276,10 @@ def main() -> None:
     results: dict[str, Any] = {**known, "machine": {**machine(), "note": args.note}}
     for name in args.only:
         results[name] = PARTS[name](args.quick)
-    text = table(results)
-    print(text)
-    if not args.quick:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        TABLE.write_text(text)
+        if not args.quick:  # after each part: an hour is long
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            TABLE.write_text(table(results))
+    print(table(results))
 
 
 if __name__ == "__main__":
