@@ -17,6 +17,8 @@ import nbformat
 from nbclient import NotebookClient
 from test_magics import text
 
+from diagkit.torch_internals import torch_version
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 CELLS = {
@@ -62,9 +64,12 @@ CELLS = {
     """,
     "goes on": """
         before = [p.to_local().clone() for p in optimizer.param_groups[0]["params"]]
-        for _ in range(2):
-            model(torch.ones(2, 4, device="npu")).square().sum().backward()
-        optimizer.step()
+        try:
+            for _ in range(2):
+                model(torch.ones(2, 4, device="npu")).square().sum().backward()
+            optimizer.step()
+        except RuntimeError as error:
+            print("raised:", error)
         after = [p.to_local() for p in optimizer.param_groups[0]["params"]]
         arrived = sum(p.grad is not None for p in optimizer.param_groups[0]["params"])
         print("gradients:", arrived, "unchanged:", all(torch.equal(a, b) for a, b in zip(before, after)))
@@ -111,7 +116,10 @@ def outputs(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 def test_after_the_exception_no_gradient_reaches_the_optimizer_and_nothing_says_so(outputs: dict[str, str]) -> None:
     assert outputs["exception"].strip() == "caught: a mistake in a hook of mine"
-    assert outputs["goes on"].strip() == "gradients: 0 unchanged: True"
+    *raised, rest = outputs["goes on"].strip().splitlines()
+    assert rest == "gradients: 0 unchanged: True"
+    assert len(raised) == (torch_version() < (2, 10))  # the next forward of older ones does say so
+    assert all("got mixed torch.Tensor and DTensor" in line for line in raised)
 
 
 def test_inspect_says_that_training_is_dead(outputs: dict[str, str]) -> None:

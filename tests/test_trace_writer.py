@@ -263,7 +263,7 @@ def test_a_slow_disk_is_waited_for_and_told_once(tmp_path: pathlib.Path) -> None
 
     def reader() -> None:
         with pipe.open("rb", buffering=0) as file:
-            time.sleep(1.3)
+            time.sleep(2.5)
             while part := file.read(1 << 16):
                 got.append(part)
 

@@ -29,8 +29,7 @@ class Expectation:
 
     ``failure`` is a key of :data:`FAILURES`, or None for success; ``torch`` the first version (major, minor) on
     which the failure shows (older ones pass over it in silence); ``ranks`` the world size from which it shows.
-    ``exported`` is
-    where exported tensors are: ``device`` or ``cpu``. ``moves`` lists the whole-model moves in order,
+    ``exported`` is where exported tensors are: ``device`` or ``cpu``. ``moves`` lists the whole-model moves in order,
     by the method of `torch.nn.Module` (``"to cpu"``); a ``cpu`` of what is on the CPU already counts too.
     """
 
@@ -46,6 +45,10 @@ class Expectation:
     moves: str = ""
     torch: tuple[int, int] = (0, 0)
     ranks: int = 1
+
+    def shows(self, torch: tuple[int, ...], ranks: int) -> bool:
+        """Whether the failure shows. Before torch 2.10 even one rank alone asks a collective's backend to serve."""
+        return self.failure is not None and torch >= self.torch and (ranks >= self.ranks or torch < (2, 10))
 
     def speaks_of(self, cell: Experiment) -> bool:
         """Whether this row is about the cell."""

@@ -15,6 +15,7 @@ import torch
 from diagkit.demo.life import engine_of
 from diagkit.demo.scenario import Scenario
 from diagkit.diagnosis.predictions import Facets, predict
+from diagkit.diagnosis.predictions.facets import among
 from diagkit.diagnosis.predictions.lookup import Cell
 from diagkit.lab.engines import FSDPEngine, VeOmniEngine
 from diagkit.lab.engines.guards import VEOMNI_EXPORT_STAGES
@@ -87,10 +88,8 @@ class _Paper:
         self.engine: FSDPEngine = engine_of(scenario, "npu")
         self.veomni = isinstance(self.engine, VeOmniEngine)
         pinned = "pinned" if scenario.pin_memory else "unpinned"
-        backend = "cpu backend" if scenario.cpu_backend else "no cpu backend"
-        self.state = Facets(
-            policy=pinned if scenario.offload_policy else "none", ranks="one" if ranks == 1 else backend
-        )
+        policy = pinned if scenario.offload_policy else "none"
+        self.state = Facets(policy=policy, ranks=among(ranks, scenario.cpu_backend, torch_version))
         self.moments = ""  # the optimizer state's device, "" where there is none
         self.saved = "cpu"  # the moments in the checkpoint that a load reads: a trained engine's, unless saved here
         self.moves: list[str] = []

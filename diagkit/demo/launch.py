@@ -70,7 +70,7 @@ class CellResult:
     def differences(self) -> list[str]:
         """What is not as the running torch's semantics say; empty when all is."""
         want = self.expectation
-        fails = want.failure is not None and self.torch >= want.torch and self.ranks >= want.ranks
+        fails = want.shows(self.torch, self.ranks)
         if self.outcome != ("crash" if fails else "ok"):
             return [f"expected {'crash' if fails else 'ok'}, found {self.outcome}: {self.message or 'no message'}"]
         found = []

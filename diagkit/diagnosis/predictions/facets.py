@@ -121,7 +121,7 @@ def facets(rank: RankTrace, moment: Moment | int = -1) -> Facets:
             ],
         ),
         buffers=_buffers([f for row, f in tensors if row.kind == BUFFER], computes),
-        ranks=_ranks(groups),
+        ranks=_ranks(groups, rank.header.torch),
     )
 
 
@@ -211,10 +211,23 @@ def _buffers(buffers: Sequence[Residency], computes: str | None) -> str:
     return "meta" if "meta" in places else "cpu" if "cpu" in places and computes not in (None, "cpu") else "home"
 
 
-def _ranks(groups: Sequence[GroupFacts]) -> str:
-    if not any(g.mesh_size > 1 for g in groups):
-        return "one"
+def _ranks(groups: Sequence[GroupFacts], torch: str) -> str:
     lacking = any(
         g.backends and "cpu" not in {part.partition(":")[0] for part in g.backends.split(",")} for g in groups
     )
-    return "no cpu backend" if lacking else "cpu backend"
+    return among(max((g.mesh_size for g in groups), default=1), not lacking, torch)
+
+
+def among(size: int, cpu_backend: bool, torch: str) -> str:
+    """The facet ``ranks`` for so many. Before torch 2.10 even one rank alone asks a collective's backend to serve."""
+    if size <= 1 and (cpu_backend or (release(torch) or (2, 10)) >= (2, 10)):
+        return "one"
+    return "cpu backend" if cpu_backend else "no cpu backend"
+
+
+def release(version: str) -> tuple[int, ...]:
+    """
+    >>> release("2.13.0+cpu")
+    (2, 13, 0)
+    """
+    return tuple(int(part) for part in version.partition("+")[0].split(".") if part.isdigit())

@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from diagkit.diagnosis.finding import Consequence
-from diagkit.diagnosis.predictions.facets import Facets, facets
+from diagkit.diagnosis.predictions.facets import Facets, facets, release
 from diagkit.language import msg, tr
 from diagkit.trace import RankTrace
 from diagkit.trace.schema import Moment
@@ -168,20 +168,16 @@ def _table_for(torch: str) -> tuple[Table | None, str]:
     known = tables()
     if not known:
         return None, ""
-    order = sorted(known, key=_number)
+    order = sorted(known, key=release)
     if not torch:
         return known[order[-1]], ""
     version = torch.partition("+")[0]
     if version in known:
         return known[version], ""
-    same = [v for v in order if _number(v)[:2] == _number(version)[:2]]
-    older = [v for v in order if _number(v) <= _number(version)]
+    same = [v for v in order if release(v)[:2] == release(version)[:2]]
+    older = [v for v in order if release(v) <= release(version)]
     chosen = (same or older or order[:1])[-1]
     return known[chosen], tr("torch {version} was not measured; measured on {other}", version=version, other=chosen)
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
 def consequences(rank: RankTrace, moment: Moment | int = -1) -> tuple[Consequence, ...]:

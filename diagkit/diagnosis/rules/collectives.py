@@ -13,7 +13,7 @@ def no_cpu_backend(it: Subject) -> bool:
     What happens: A DTensor whose bytes are on the CPU is about to be gathered or reduced (`full_tensor()`,
     `redistribute()`, the norm in `clip_grad_norm_`), and its mesh's process group was made for the accelerator
     alone (`init_process_group("nccl")` or `"hccl"`). It raises "No backend type associated with device type cpu".
-    One rank hides it, because then nothing is communicated. FSDP2's own all-gather is not concerned: it runs on the
+    One rank hides it, because then nothing is communicated (torch 2.9 raises all the same). FSDP2's own all-gather is not concerned: it runs on the
     accelerator.
 
     How to see it: The storage device is cpu and the mesh's backends name no `cpu:`.
@@ -32,7 +32,7 @@ def no_cpu_backend(it: Subject) -> bool:
     """
     tensor = it.tensor
     backends = it.group.backends if it.group else it.world.backends
-    spread = it.group is None or it.group.mesh_size > 1
+    spread = it.group is None or it.group.mesh_size > 1 or "no_backend" in it.world.said
     # What was being handed out was sent, not the parameters: DK403.
     about_to = it.kind == EXPORT or ("no_backend" in it.world.said and not it.world.hands_out_host_tensors)
     lacks = bool(backends) and "cpu" not in {part.partition(":")[0] for part in backends.split(",")}

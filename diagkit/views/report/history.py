@@ -6,6 +6,7 @@ from typing import Any
 
 from diagkit.demo.expected import FAILURES, expected
 from diagkit.demo.experiments import REVISIONS, Experiment
+from diagkit.diagnosis.predictions.facets import release
 from diagkit.trace import Trace
 from diagkit.trace.schema import EngineFacts, GroupFacts
 
@@ -24,11 +25,12 @@ def history(trace: Trace) -> list[dict[str, Any]]:
         return []
     owners = any(isinstance(fact, EngineFacts) and fact.offload_param == "True" for fact in facts)
     group = trace.header.backends if ":" in trace.header.backends else "hccl"
+    torch = release(trace.header.torch)[:2]
     cells = []
     for revision in REVISIONS:
         for operation in OPERATIONS:
             row = expected(Experiment(engine, revision, operation, "both" if owners else "policy", group))
-            fails = row.failure if trace.world_size >= row.ranks and _torch(trace) >= row.torch else None
+            fails = row.failure if row.shows(torch, trace.world_size) else None
             cells.append(
                 {
                     "engine": engine,
@@ -40,8 +42,3 @@ def history(trace: Trace) -> list[dict[str, Any]]:
                 }
             )
     return cells
-
-
-def _torch(trace: Trace) -> tuple[int, ...]:
-    parts = trace.header.torch.partition("+")[0].split(".")[:2]
-    return tuple(int(part) for part in parts if part.isdigit())
