@@ -13,8 +13,8 @@ def no_cpu_backend(it: Subject) -> bool:
     What happens: A DTensor whose bytes are on the CPU is about to be gathered or reduced (`full_tensor()`,
     `redistribute()`, the norm in `clip_grad_norm_`), and its mesh's process group was made for the accelerator
     alone (`init_process_group("nccl")` or `"hccl"`). It raises "No backend type associated with device type cpu".
-    One rank hides it, because then nothing is communicated (torch 2.9 raises all the same). FSDP2's own all-gather is not concerned: it runs on the
-    accelerator.
+    One rank hides it, because then nothing is communicated (torch 2.9 raises all the same). FSDP2's own all-gather is
+    not concerned: it runs on the accelerator.
 
     How to see it: The storage device is cpu and the mesh's backends name no `cpu:`.
 
