@@ -28,7 +28,7 @@ def hard_coded(error: BaseException) -> str:
 
     simulation = running()
     message = "" if simulation is None else " ".join(str(one) for one in _chain(error))
-    if simulation is None or not re.search(r"\b(cuda|nccl)", message, re.IGNORECASE):
+    if simulation is None or not re.search(r"\b(cuda|nccl|nvidia)", message, re.IGNORECASE):
         return ""
     return (
         f"diagkit: this script names cuda or nccl itself, and the simulated accelerator is {simulation.name!r} with "

@@ -136,8 +136,9 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def address(tensor: torch.Tensor) -> int:
     """Where a plain tensor's bytes begin, for reading; asking for writing would part a lazy copy from its source."""
-    read = getattr(tensor, "const_data_ptr", tensor.data_ptr)
-    return int(read())
+    if hasattr(tensor, "const_data_ptr"):
+        return int(tensor.const_data_ptr())
+    return int(getattr(torch._C, "_data_address", torch.Tensor.data_ptr)(tensor))  # torch before 2.13
 
 
 def was_written(tensor: torch.Tensor) -> bool:

@@ -160,7 +160,7 @@ def show(when):
 _BUILT = """\
 model.to_empty(device="cpu")
 for part in model:
-    nn.init.eye_(part.inner.weight)
+    nn.init.constant_(part.inner.weight, 0.1)
     nn.init.zeros_(part.inner.bias)
     part.scale = torch.ones(8, device=device)"""
 
