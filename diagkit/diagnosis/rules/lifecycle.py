@@ -77,8 +77,8 @@ def aborted_backward(it: Subject) -> bool:
     callback is queued, so no later backward queues it, and groups stay gathered in the middle of a pass. Devices are
     healthy, forward and backward passes seem to work, and the optimizer's parameters get no gradient: training goes
     on and learns nothing. Groups whose pass had not begun may deliver once more, so the first step after the
-    exception can still look alive; on torch 2.9 the next forward may raise "got mixed torch.Tensor and DTensor", where
-    2.13 is silent. Meanwhile the gathered parameters pile up gradients that nobody collects.
+    exception can still look alive; up to torch 2.10 the next forward may raise "got mixed torch.Tensor and DTensor",
+    later ones are silent. Meanwhile the gathered parameters pile up gradients that nobody collects.
 
     How to see it: The root's final callback is marked as queued, or a group is in `post_backward`, while no backward
     is running; after the next backward `p.grad is None` for the parameters that the optimizer holds. The module's own
