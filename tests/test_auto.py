@@ -11,6 +11,8 @@ import sys
 import pytest
 from ranks import own_words
 
+from diagkit.torch_internals import torch_version
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARD = """
 import torch, torch.distributed as dist
@@ -223,7 +225,7 @@ def test_a_fault_of_ours_anywhere_never_reaches_the_job(tmp_path: pathlib.Path) 
     words = [sys.executable, "-c", code, str(tmp_path / "runs")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{sum(map(len, NAMES.values()))}\n"
+    assert own_words(done.stdout) == f"{sum(map(len, NAMES.values()))}\n"
 
 
 def test_actor_and_critic_in_one_process_are_told_apart_by_the_names_that_the_job_gives_them(
@@ -298,6 +300,8 @@ def test_a_forked_child_neither_records_its_parents_model_nor_speaks_on_its_pare
 
 
 def test_a_forked_child_that_makes_a_model_of_its_own_leaves_a_trace_of_its_own(tmp_path: pathlib.Path) -> None:
+    if torch_version() < (2, 10):
+        pytest.skip("torch version: such a child hangs at its end there without diagkit, too")
     code = f"import diagkit.auto\n{SHARD}{USE}import os, sys\n"
     code += "if not os.fork():\n    other = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh('cpu', (1,)))\n"
     code += "    other.state_dict()\n    sys.exit(0)\nos.wait()\n"
@@ -311,7 +315,7 @@ def test_a_job_that_imports_it_under_diagkit_run_is_recorded_once(tmp_path: path
     words = ["-m", "diagkit", "run", "--out", str(tmp_path / "given"), str(tmp_path / "job.py")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DIAGKIT_TRACE": str(tmp_path / "variable")}
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, env=environment)
-    assert (done.returncode, done.stdout) == (0, "")
+    assert (done.returncode, own_words(done.stdout)) == (0, "")
     assert recorded(tmp_path / "given")[-1] == "end"
     assert not (tmp_path / "variable").exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -19,6 +20,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 pytestmark = pytest.mark.timeout(300)
 Answers = dict[str, list[dict[str, Any]]]
 ALL = 14  # parameters of the model
+#: Since torch 2.13 what was handed out stays live; before, the first forward gives padded shards other storages.
+LIVE = torch_version() >= (2, 13)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,11 @@ def test_an_export_that_is_kept_over_a_step_holds_other_values_and_is_told_with_
     folder: pathlib.Path, answers: Answers
 ) -> None:
     for answer in answers["dk204"]:
-        assert answer == {"changed": ALL, "changed then": 0}  # a copy is the remedy
+        assert answer["changed then"] == 0  # a copy is the remedy
+        assert answer["changed"] == ALL if LIVE else 0 < answer["changed"] < ALL
+    if not LIVE:
+        assert {"DK204", "DK205"} >= set(findings(folder, "dk204").codes) > set()
+        return
     found = only(folder, "dk204", "DK204")
     assert len(found.names) == ALL and all(name.endswith("[exported]") for name in found.names)
     assert (found.ranks, found.phase, found.severity) == ((0, 1), "train", "silent")
@@ -68,6 +75,9 @@ def test_an_export_that_is_kept_over_a_step_holds_other_values_and_is_told_with_
 
 
 def test_only_what_was_handed_out_before_the_write_is_told(folder: pathlib.Path) -> None:
+    if not LIVE:
+        assert "DK205" in findings(folder, "dk204_half_way").codes
+        return
     found = only(folder, "dk204_half_way", "DK204")
     assert found.names[0] == "embed.weight [exported]" and len(found.names) == 4
 
@@ -95,10 +105,9 @@ def test_a_snapshot_from_before_the_first_forward_that_pinned_anew_is_frozen_and
 def test_a_healthy_models_snapshot_stays_live_on_torch_2_13_and_is_frozen_where_it_is_padded_before(
     folder: pathlib.Path, answers: Answers
 ) -> None:
-    live = torch_version() >= (2, 13)
     frozen = [answer["frozen"] for answer in answers["dk205_live"]]
-    assert (frozen == [0, 0]) is live
-    assert ("DK205" in findings(folder, "dk205_live").codes) is not live
+    assert (frozen == [0, 0]) is LIVE
+    assert ("DK205" in findings(folder, "dk205_live").codes) is not LIVE
     assert all(answer["right then"] for answer in answers["dk205_live"])
 
 
@@ -118,7 +127,7 @@ def test_a_host_tensor_in_an_accelerators_channel_is_told_with_the_line_that_sen
 
 
 def test_a_device_type_in_the_code_that_is_not_there_is_told(folder: pathlib.Path, answers: Answers) -> None:
-    assert "CUDA" in answers["dk403_hard_coded"][0]["export failed"]
+    assert re.search("CUDA|NVIDIA", answers["dk403_hard_coded"][0]["export failed"])
     found = only(folder, "dk403_hard_coded", "DK403")
     assert culprit(found) == "stage" and "literal" in found.remedy
 

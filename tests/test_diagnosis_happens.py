@@ -165,6 +165,9 @@ CASES = [
     Expected("dk802b", "DK802b", None, ["head.bias"], "adapt", "now", text="same device"),
     Expected("dk901", "DK101", None, VEOMNI, "save", "now", text="Attempted to set", also=("DK901",)),
 ]
+#: Since torch 2.13 pinning a second time parts the two handles; before, it mends what was lost.
+PARTS = torch_version() >= (2, 13)
+PINNED_AGAIN = ("dk701_mended_wrongly", "dk701_before_the_first_forward")
 ONE_RANK = {
     *("dk105", "dk201", "dk201_without_policy", "dk202", "dk202_assigned", "dk203", "dk303", "dk401", "dk404", "dk602"),
     *("dk701", "dk701_mended_wrongly", "dk701_before_the_first_forward", "dk802a", "dk802b"),
@@ -175,6 +178,7 @@ CASES += [
     for c in CASES
     if c.scenario in ONE_RANK
 ]
+CASES = [c for c in CASES if PARTS or not c.scenario.startswith(PINNED_AGAIN)]
 #: Scenarios whose hazard is mended as its remedy says.
 MENDED = sorted({c.scenario for c in CASES if "_" not in c.scenario.removesuffix("_one_rank")})
 
@@ -245,16 +249,19 @@ def test_a_lost_cast_is_seen_by_backward_alone(ran: Ran) -> None:
 
 @pytest.mark.parametrize(
     "scenario",
-    [
-        *("dk201", "dk201_without_policy", "dk202", "dk202_assigned"),
-        *("dk701_mended_wrongly", "dk701_before_the_first_forward"),
-    ],
+    ["dk201", "dk201_without_policy", "dk202", "dk202_assigned"],
 )
 def test_the_optimizer_steps_and_the_loss_stands_still(ran: Ran, scenario: str) -> None:
     for answer in ran.answers[scenario]:
         assert answer["loss stands still"] is True
     assert all(answer["loss should be"] < 0 for answer in ran.answers["dk201"])
     assert all(answer["states"] == 0 for answer in ran.answers["dk202"])
+
+
+@pytest.mark.parametrize("scenario", PINNED_AGAIN)
+def test_pinning_again_stops_training_since_torch_2_13_and_mends_it_before(ran: Ran, scenario: str) -> None:
+    assert [answer["loss stands still"] for answer in ran.answers[scenario]] == [PARTS, PARTS]
+    assert bool(ran.findings(scenario)) is PARTS
 
 
 def test_what_is_put_into_a_slot_is_thrown_away(ran: Ran) -> None:
@@ -340,7 +347,7 @@ def test_a_child_called_by_itself_and_a_gathered_parameter_are_explained(ran: Ra
         ("dk202_assigned", "optimizer.step", "silent"),
         ("dk303", "optimizer.step", "crash"),
         ("dk602", "forward", "silent"),
-        ("dk701", "load_state_dict", "silent"),
+        ("dk701", "load_state_dict", "silent" if PARTS else "ok"),
         ("dk802b", "forward", "crash"),
     ],
 )
