@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import pathlib
 import re
+import resource
 from typing import Any
 
 import nbformat
@@ -31,11 +32,13 @@ PROMISES = ("you can\n", "你能够\n")
 TRANSLATIONS = {"02 崩溃与守卫": "02 The crash and the guard"}
 #: Characters of a printed line: JupyterLab breaks a wider one at the page's edge, inside a word.
 WIDTH = 110
+#: Seconds of processor time that one notebook may take, its ranks included.
+BUDGET = 25.0
 
 
 @pytest.fixture(scope="session")
 def simulator(compiler: str) -> None:
-    """The simulated accelerator, compiled once for all of them."""
+    """The simulated accelerator, compiled before the first notebook's time is taken."""
     from diagkit.lab.simdevice import build
 
     build.built(announce=False)
@@ -55,11 +58,14 @@ def with_parameters(notebook: Any, values: dict[str, Any]) -> Any:
     return notebook
 
 
-def run(notebook: Any, folder: pathlib.Path) -> None:
-    """Runs it in a kernel of its own."""
+def run(notebook: Any, folder: pathlib.Path) -> float:
+    """Runs it in a kernel of its own; returns the processor seconds that it and its ranks took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     NotebookClient(
         notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     ).execute()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.slow
@@ -67,7 +73,7 @@ def run(notebook: Any, folder: pathlib.Path) -> None:
 def test_a_notebook_runs_and_its_claims_hold(path: pathlib.Path, tmp_path: pathlib.Path, simulator: None) -> None:
     values = {**SMALLER.get(path.name[:2], {}), "trace": str(tmp_path / "traces")}
     notebook = with_parameters(read(path), values)
-    run(notebook, tmp_path)
+    seconds = run(notebook, tmp_path)
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     shown = "".join(output.get("text", "") + str(output.get("data", "")) for output in outputs)
@@ -75,6 +81,7 @@ def test_a_notebook_runs_and_its_claims_hold(path: pathlib.Path, tmp_path: pathl
     assert torch.accelerator.is_available() or "SIMULATED" in shown, "who reads the outputs must know"
     lines = [line for output in outputs for line in printed(output).replace(str(tmp_path), "").splitlines()]
     assert not [line for line in lines if len(line) > WIDTH and "site-packages" not in line]  # those are torch's own
+    assert seconds <= BUDGET, f"{path.name} took {seconds:.1f} s of processor time"
 
 
 def printed(output: Any) -> str:
