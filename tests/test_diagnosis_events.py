@@ -24,6 +24,11 @@ ALL = 14  # parameters of the model
 LIVE = torch_version() >= (2, 13)
 
 
+def padded(names: int) -> list[tuple[str, tuple[int, ...], int]]:
+    """What is found beside DK204 where the first forward came after the export: rank 1 holds the padded shards."""
+    return [] if LIVE else [("DK205", (1,), names)]
+
+
 @pytest.fixture(scope="module")
 def folder(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     place = tmp_path_factory.mktemp("events")
@@ -62,11 +67,9 @@ def test_an_export_that_is_kept_over_a_step_holds_other_values_and_is_told_with_
     folder: pathlib.Path, answers: Answers
 ) -> None:
     assert [answer["changed then"] for answer in answers["dk204"]] == [0, 0]  # a copy is the remedy
-    assert (min(answer["changed"] for answer in answers["dk204"]) == ALL) is LIVE
-    if not LIVE:
-        assert {"DK204", "DK205"} >= set(findings(folder, "dk204").codes) > set()
-        return
-    found = only(folder, "dk204", "DK204")
+    assert [answer["changed"] for answer in answers["dk204"]] == [ALL, ALL if LIVE else 4]
+    found, *frozen = findings(folder, "dk204")
+    assert [found.code, *((f.code, f.ranks, len(f.names)) for f in frozen)] == ["DK204", *padded(ALL - 4)]
     assert len(found.names) == ALL and all(name.endswith("[exported]") for name in found.names)
     assert (found.ranks, found.phase, found.severity) == ((0, 1), "train", "silent")
     assert culprit(found) == "train" and not found.lasting
@@ -74,10 +77,8 @@ def test_an_export_that_is_kept_over_a_step_holds_other_values_and_is_told_with_
 
 
 def test_only_what_was_handed_out_before_the_write_is_told(folder: pathlib.Path) -> None:
-    if not LIVE:
-        assert "DK205" in findings(folder, "dk204_half_way").codes
-        return
-    found = only(folder, "dk204_half_way", "DK204")
+    found, *frozen = findings(folder, "dk204_half_way")
+    assert [found.code, *((f.code, f.ranks, len(f.names)) for f in frozen)] == ["DK204", *padded(3)]
     assert found.names[0] == "embed.weight [exported]" and len(found.names) == 4
 
 

@@ -8,7 +8,7 @@ reference, which would forbid swapping it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,9 +31,14 @@ class Lent:
     key: Key
 
     @property
+    def uses(self) -> int:
+        """How many there are now."""
+        return internals.storage_uses(self.storage.cdata)
+
+    @property
     def held(self) -> bool:
         """Whether there are as many still."""
-        return internals.storage_uses(self.storage.cdata) >= self.tensors > 0
+        return self.uses >= self.tensors > 0
 
 
 @dataclass(slots=True)
@@ -56,6 +61,7 @@ class Exports:
         self._follow = follow  # remembers where what was handed out is
         self._open: list[Export] = []
         self._lent: dict[int, Lent] = {}  # by row
+        self._uses: dict[int, int] = {}  # by row, before what is under way and may exchange tensors
         # Of the last export: its storages, whose addresses are not used again meanwhile, and their rows.
         self._places: dict[int, StorageWeakRef] = {}
         self._passed: dict[int, int] = {}
@@ -116,6 +122,11 @@ class Exports:
         self._lent.update((rows[name], lent) for name, lent in export.lent if name in rows)
         export.passed, export.lent = [], []
 
+    def due(self) -> None:
+        """Before a call in which FSDP2 may make and drop tensors of its own: nobody lets go of an export by that."""
+        self.tell()
+        self._uses = {row: lent.uses for row, lent in self._lent.items()}
+
     def overtaken(self, operation: Operation) -> bool:
         """Parameters were written, or got other storages: whether somebody still holds an export from before."""
         if not (operation.writes or operation.renews) or not (self._open or self._lent):
@@ -127,8 +138,13 @@ class Exports:
         else:
             live = self._ledger.inventory.readings.storages(PARAMETER)
             word, gone = "stale", {row: lent for row, lent in self._lent.items() if lent.storage.cdata not in live}
-            held = {row: lent.key for row, lent in gone.items() if internals.storage_uses(lent.storage.cdata)}
-        self._lent = {row: lent for row, lent in self._lent.items() if row not in gone}
+            held = {row: lent.key for row, lent in gone.items() if lent.uses}
+        self._lent = {row: self._after(row, lent) for row, lent in self._lent.items() if row not in gone}
+        self._uses = {}
         if held:
             self._ledger.take(self._ledger.inventory.overtaken(held, word))
         return bool(held)
+
+    def _after(self, row: int, lent: Lent) -> Lent:
+        """With as many tensors more or less as FSDP2 itself has made or dropped since `due`."""
+        return replace(lent, tensors=lent.tensors + lent.uses - self._uses[row]) if row in self._uses else lent

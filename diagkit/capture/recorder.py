@@ -256,6 +256,9 @@ class Recorder:
         if call.operation is BACKWARD:
             self._backward = self._cause(call)
         self._ledger.inventory.gathered.due()
+        if call.operation.renews:
+            with self._lock:
+                self._exports.due()
         if call.operation.notable:
             with self._lock:
                 if self._ledger.read(_SCOPES[call.operation.scope] & (_SHOWN if call.operation.looks else _TENSORS)):
