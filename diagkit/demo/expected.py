@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diagkit.demo.experiments import REVISIONS, Experiment
+from diagkit.diagnosis.predictions.facets import asks_backend
 
 __all__ = ["FAILURES", "Expectation", "expected"]
 
@@ -28,7 +29,7 @@ class Expectation:
     """One row: which cells it speaks of, and what they do.
 
     ``failure`` is a key of :data:`FAILURES`, or None for success; ``torch`` the first version (major, minor) on
-    which the failure shows (older ones pass over it in silence); ``ranks`` the world size from which it shows.
+    which the failure shows (older ones pass over it in silence).
     ``exported`` is where exported tensors are: ``device`` or ``cpu``. ``moves`` lists the whole-model moves in order,
     by the method of `torch.nn.Module` (``"to cpu"``); a ``cpu`` of what is on the CPU already counts too.
     """
@@ -44,11 +45,11 @@ class Expectation:
     exported: str | None = None
     moves: str = ""
     torch: tuple[int, int] = (0, 0)
-    ranks: int = 1
 
     def shows(self, torch: tuple[int, ...], ranks: int) -> bool:
-        """Whether the failure shows. Before torch 2.10 even one rank alone asks a collective's backend to serve."""
-        return self.failure is not None and torch >= self.torch and (ranks >= self.ranks or torch < (2, 10))
+        """Whether the failure shows on this torch, with so many ranks."""
+        asked = self.failure != "no-cpu-backend" or asks_backend(ranks, torch)
+        return self.failure is not None and torch >= self.torch and asked
 
     def speaks_of(self, cell: Experiment) -> bool:
         """Whether this row is about the cell."""
@@ -67,8 +68,6 @@ def _row(engine: str, since: str, until: str, operation: str, flags: str, group:
          **more: object) -> Expectation:  # fmt: skip
     if failure == "split":
         more.setdefault("torch", (2, 9))
-    if failure == "no-cpu-backend":
-        more.setdefault("ranks", 2)
     return Expectation(engine, since, until, operation, flags, group, failure, **more)  # type: ignore[arg-type]
 
 

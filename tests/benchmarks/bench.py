@@ -136,8 +136,8 @@ def demo(quick: bool) -> dict[str, float]:
 def recording(quick: bool) -> dict[str, Any]:
     """What recording costs as models grow and as a job goes on; the figure is beside this file."""
     with tempfile.TemporaryDirectory() as folder:
-        call(HERE / "recording.py", folder if quick else HERE, *["--quick"] * quick, timeout=1800)
-        return json.loads(Path(folder if quick else HERE, "recording.json").read_text())  # type: ignore[no-any-return]
+        words = (folder, "--quick") if quick else (HERE,)
+        return json.loads(call(HERE / "recording.py", *words, timeout=1800)[1])  # type: ignore[no-any-return]
 
 
 def scale(quick: bool) -> dict[str, Any]:

@@ -7,7 +7,8 @@ Two questions, each a panel of the figure, on one rank of the simulated accelera
 - Does a recorded training step cost more the more steps were recorded: recorded and bare steps in turn, and what the
   recorded ones took longer and added to the trace, by the number of steps done.
 
-``bench.py`` runs it; by hand: ``python tests/benchmarks/recording.py [--quick] DIR`` writes JSON and PNG there.
+``bench.py`` runs it; by hand: ``python tests/benchmarks/recording.py [--quick] DIR`` draws the figure there and prints
+its figures as JSON last.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from worlds import one_rank, stack
+from worlds import one_rank, trained
 
 from diagkit.capture import hooks, start
 
 SIZES = (96, 500, 1000, 2000, 4000, 8000)
 ROUNDS = 15
-BLOCKS, WIDTH, BATCH = 24, 64, 32
+BLOCKS, WIDTH = 24, 64
 STEPS, BIN = 1500, 100
 
 
@@ -39,26 +40,11 @@ def timed(call: Callable[[], None]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def trained(blocks: int, width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]:
-    """A model and its optimizer, with a step behind them, and the step."""
-    model = stack(blocks * 4, width)
-    optimizer = torch.optim.AdamW(model.parameters())
-    data = torch.randn(BATCH, width, device="npu")
-
-    def step() -> None:
-        model(data).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    return model, optimizer, step
-
-
 def by_parameters(sizes: tuple[int, ...], rounds: int) -> list[dict[str, float]]:
     """Milliseconds of a phase's two edges and of a mark, for each size of model."""
     points = []
     for size in sizes:
-        model, optimizer, _ = trained(size // 4, 8)
+        model, optimizer, _ = trained(size, 8)
         with tempfile.TemporaryDirectory() as out:
             recorder = start(model, optimizer, out=out)
 
@@ -80,7 +66,7 @@ def by_parameters(sizes: tuple[int, ...], rounds: int) -> list[dict[str, float]]
 def by_steps(steps: int, size: int) -> list[dict[str, float]]:
     """What recorded steps took longer than bare ones beside them (milliseconds) and added to the trace (bytes a step),
     by the number of steps recorded before."""
-    model, optimizer, step = trained(BLOCKS, WIDTH)
+    model, optimizer, step = trained(4 * BLOCKS, WIDTH)
     points = []
     with tempfile.TemporaryDirectory() as out:
         recorder = start(model, optimizer, out=out)
@@ -154,7 +140,7 @@ def draw(found: dict[str, list[dict[str, float]]], path: pathlib.Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="DIR", type=pathlib.Path, help="recording.json and recording.png go there")
+    parser.add_argument("folder", metavar="DIR", type=pathlib.Path, help="recording.png goes there")
     parser.add_argument("--quick", action="store_true", help="small sizes and few steps, to see that everything runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -164,8 +150,8 @@ def main() -> None:
             "by_steps": by_steps(20 if args.quick else STEPS, 10 if args.quick else BIN),
         }
     args.folder.mkdir(parents=True, exist_ok=True)
-    (args.folder / "recording.json").write_text(json.dumps(found, indent=1) + "\n")
     draw(found, args.folder / "recording.png")
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

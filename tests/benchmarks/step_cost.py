@@ -20,26 +20,20 @@ import tempfile
 import torch
 from timing import paired
 from tools import TOOLS
-from worlds import one_rank, stack
+from worlds import one_rank, trained
 
-BATCH = 32
 WARM_UP = 5
 
 
 def measure(tool: str, width: int, blocks: int, offload: bool, pairs: int) -> dict[str, object]:
     """The figures of one tool in this process, whose process group is up."""
-    model = stack(blocks * 4, width, offload=offload)
-    optimizer = torch.optim.AdamW(model.parameters())
-    data = torch.randn(BATCH, width, device="npu")
+    model, optimizer, train = trained(blocks * 4, width, offload)
 
     def step() -> None:
-        model(data).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train()
         model.state_dict()
 
     with tempfile.TemporaryDirectory() as out:
-        step()  # lazy init and optimizer state, before any tool looks
         null = TOOLS["nothing"](model, optimizer, out)
         before = paired(step, null.around, null.on, null.off, pairs // 2, WARM_UP)
         used = TOOLS[tool](model, optimizer, out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from diagkit.lab import simulate
+
+BATCH = 32
 
 
 @contextlib.contextmanager
@@ -54,3 +56,20 @@ def stack(parameters: int, width: int = 8, offload: bool = True, device: str = "
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
     return model
+
+
+def trained(
+    parameters: int, width: int, offload: bool = True
+) -> tuple[nn.Sequential, torch.optim.Optimizer, Callable[[], None]]:
+    """A stack, its optimizer, and its training step, of which one is done: lazy init and optimizer states are there."""
+    model = stack(parameters, width, offload=offload)
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = torch.randn(BATCH, width, device="npu")
+
+    def train() -> None:
+        model(data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    return model, optimizer, train

@@ -219,10 +219,15 @@ def _ranks(groups: Sequence[GroupFacts], torch: str) -> str:
 
 
 def among(size: int, cpu_backend: bool, torch: str) -> str:
-    """The facet ``ranks`` for so many. Before torch 2.10 even one rank alone asks a collective's backend to serve."""
-    if size <= 1 and (cpu_backend or (release(torch) or (2, 10)) >= (2, 10)):
+    """The facet ``ranks`` for so many; a torch that is not known is a new one."""
+    if size <= 1 and (cpu_backend or not asks_backend(size, release(torch) or (2, 10))):
         return "one"
     return "cpu backend" if cpu_backend else "no cpu backend"
+
+
+def asks_backend(size: int, torch: tuple[int, ...]) -> bool:
+    """Whether a collective of so many ranks asks its group for a backend: before torch 2.10 even one rank alone."""
+    return size > 1 or torch < (2, 10)
 
 
 def release(version: str) -> tuple[int, ...]:
