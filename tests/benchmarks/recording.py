@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from timing import paired
 from worlds import one_rank, trained
 
 from diagkit.capture import hooks, start
@@ -71,31 +72,18 @@ def by_steps(steps: int, size: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as out:
         recorder = start(model, optimizer, out=out)
 
-        def recorded() -> None:
-            with recorder.phase("train"):
-                step()
-
-        def bare() -> float:
-            hooks.remove(recorder)
-            return timed(step)
-
-        def told() -> float:
-            hooks.add(recorder)
-            return timed(recorded)
-
-        for _ in range(5):
-            bare(), told()
-        for done in range(0, steps, size):
+        for done in range(size, steps + 1, size):
             before = recorder.path.stat().st_size if recorder.path else 0
-            added = []
-            for n in range(size):
-                if n % 2:
-                    without, with_it = bare(), told()
-                else:
-                    with_it, without = told(), bare()
-                added.append(with_it - without)
+            found = paired(
+                step,
+                lambda: recorder.phase("train"),
+                lambda: hooks.add(recorder),
+                lambda: hooks.remove(recorder),
+                pairs=size,
+                warm_up=5 if done == size else 0,
+            )
             grown = (recorder.path.stat().st_size if recorder.path else 0) - before
-            points.append({"steps": done + size, "added_ms": statistics.median(added), "bytes": grown / size})
+            points.append({"steps": done, "added_ms": found["added_us"] / 1e3, "bytes": grown / size})
             print(json.dumps(points[-1]), flush=True)
         recorder.close()
     return points
