@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import pathlib
 import re
-import resource
 from typing import Any
 
 import nbformat
@@ -16,13 +15,13 @@ from nbclient import NotebookClient
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("[0-9][0-9] *.ipynb"))
 
-#: What a notebook's `parameters` cell is given here, so that it stays within its time.
+#: What a notebook's `parameters` cell is given here, so that it takes at most 25 s.
 SMALLER: dict[str, dict[str, Any]] = {
     "01": {"layers": 1},
     "02": {"ranks": 1, "engines": ("veomni",), "revisions": ("before", "#7103")},
     "03": {"revisions": ("#7103", "current")},
     "04": {"ranks": 1},
-    "05": {"kernels": 1},
+    "05": {"kernels": 1, "engines": ("fsdp",)},
     "06": {"blocks": 2},
     "07": {"data": str(FOLDER.parent / "data")},
 }
@@ -32,8 +31,6 @@ PROMISES = ("you can\n", "你能够\n")
 TRANSLATIONS = {"02 崩溃与守卫": "02 The crash and the guard"}
 #: Characters of a printed line: JupyterLab breaks a wider one at the page's edge, inside a word.
 WIDTH = 110
-#: Seconds of processor time that one notebook may take, its ranks included.
-BUDGET = 25.0
 
 
 @pytest.fixture(scope="session")
@@ -58,22 +55,18 @@ def with_parameters(notebook: Any, values: dict[str, Any]) -> Any:
     return notebook
 
 
-def run(notebook: Any, folder: pathlib.Path) -> float:
-    """Runs it in a kernel of its own; returns the processor seconds that it and its ranks took."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def run(notebook: Any, folder: pathlib.Path) -> None:
+    """Runs it in a kernel of its own; what that takes is measured in benchmarks/notebooks.py."""
     NotebookClient(
         notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     ).execute()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_its_claims_hold(path: pathlib.Path, tmp_path: pathlib.Path, simulator: None) -> None:
-    values = {**SMALLER.get(path.name[:2], {}), "trace": str(tmp_path / "traces")}
-    notebook = with_parameters(read(path), values)
-    seconds = run(notebook, tmp_path)
+    notebook = with_parameters(read(path), {**SMALLER.get(path.name[:2], {}), "trace": str(tmp_path / "traces")})
+    run(notebook, tmp_path)
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     shown = "".join(output.get("text", "") + str(output.get("data", "")) for output in outputs)
@@ -81,7 +74,6 @@ def test_a_notebook_runs_and_its_claims_hold(path: pathlib.Path, tmp_path: pathl
     assert torch.accelerator.is_available() or "SIMULATED" in shown, "who reads the outputs must know"
     lines = [line for output in outputs for line in printed(output).replace(str(tmp_path), "").splitlines()]
     assert not [line for line in lines if len(line) > WIDTH and "site-packages" not in line]  # those are torch's own
-    assert seconds <= BUDGET, f"{path.name} took {seconds:.1f} s of processor time"
 
 
 def printed(output: Any) -> str:

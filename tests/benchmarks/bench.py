@@ -133,6 +133,12 @@ def demo(quick: bool) -> dict[str, float]:
             del os.environ["DIAGKIT_CACHE"]
 
 
+def notebooks(quick: bool) -> dict[str, Any]:
+    """Seconds of each notebook, by hand and with the tests' parameters."""
+    only = ("--quick", "--only", "01") if quick else ()
+    return json.loads(call(HERE / "notebooks.py", *only)[1])  # type: ignore[no-any-return]
+
+
 def recording(quick: bool) -> dict[str, Any]:
     """What recording costs as models grow and as a job goes on; the figure is beside this file."""
     with tempfile.TemporaryDirectory() as folder:
@@ -162,6 +168,7 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "imports": imports,
     "simulated": simulated,
     "demo": demo,
+    "notebooks": notebooks,
     "recording": recording,
     "scale": scale,
     "visibility": visibility,
@@ -223,6 +230,18 @@ def table(results: dict[str, Any]) -> str:
     if "demo" in results:
         d = results["demo"]
         lines += [f"`diagkit demo`: {d['cold']:.0f} s when it must compile first, {d['warm']:.0f} s afterwards.", ""]
+    if "notebooks" in results:
+        lines += [
+            "Seconds of each notebook:",
+            "",
+            "| notebook | by hand | with the parameters of its test | the same, of processor time |",
+            "|---|---|---|---|",
+        ]
+        for name, taken in results["notebooks"].items():
+            tests = taken["tests"]
+            by_hand = f"{taken['by hand']['wall']:.0f}" if "by hand" in taken else "-"
+            lines.append(f"| {name} | {by_hand} | {tests['wall']:.0f} | {tests['processor']:.0f} |")
+        lines.append("")
     if "recording" in results:
         r = results["recording"]
         small, large = r["by_parameters"][0], r["by_parameters"][-1]
