@@ -10,6 +10,8 @@ clock). Run:
 from __future__ import annotations
 
 import argparse
+import ast
+import html.parser
 import json
 import pathlib
 import random
@@ -25,13 +27,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jsonschema
+
 from diagkit.diagnosis import diagnose
 from diagkit.errors import DiagkitError
+from diagkit.language import LANGUAGES
 from diagkit.trace import Trace, open_trace
 from diagkit.trace.compare import compare
 from diagkit.trace.export import export
 from diagkit.trace.table import ResidencyTable
+from diagkit.views.explorer import explore
+from diagkit.views.report import FORMS, render
+from diagkit.views.report.data import schema
 
+VALIDATOR = jsonschema.Draft202012Validator(schema())
 MEMORY, SECONDS = 512 << 20, 10
 
 NAMES = [
@@ -189,13 +198,36 @@ def shown(text: str) -> None:
     text.encode("utf-8")
 
 
-def page(text: str) -> None:
-    """No markup of a name gets through."""
-    assert not re.search(r"<script|<img|onerror=[^&]*>", re.sub(r"&lt;.*?&gt;", "", text)), "markup gets through"
+def page(text: str, scripts: int = 0) -> None:
+    """No markup of a name gets through: no script but so many of our own, no handler, no link out of the page."""
+    reader = Markup()
+    reader.feed(text)
+    reader.close()
+    assert not reader.bad and reader.scripts == scripts, f"markup gets through: {reader.bad} {reader.scripts}"
     text.encode("utf-8")
 
 
-def use(folder: pathlib.Path, original: Trace, out: pathlib.Path) -> Told:
+class Markup(html.parser.HTMLParser):
+    """What a browser would run, load or follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad: set[str] = set()
+        self.scripts = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        if tag in ("img", "iframe", "object", "embed", "link", "base", "form", "foreignobject"):
+            self.bad.add(tag)
+        for name, value in attrs:
+            out = name in ("href", "src", "action", "xlink:href") and not (value or "").startswith("#")
+            if out or name.startswith("on"):
+                self.bad.add(f"{tag} {name}")
+
+    handle_startendtag = handle_starttag
+
+
+def use(folder: pathlib.Path, original: Trace, out: pathlib.Path, draw: random.Random) -> Told:
     """Everything that reads a trace, once."""
     try:
         trace = open_trace(folder)
@@ -223,7 +255,30 @@ def use(folder: pathlib.Path, original: Trace, out: pathlib.Path) -> Told:
         shown(str(error))
     for file in export(trace, out, "csv"):
         file.unlink()
+    report(trace, original, draw)
     return Told("read", len(trace.problems))
+
+
+def report(trace: Trace, original: Trace, draw: random.Random) -> None:
+    """One of its forms, alone or as the story of a fix, or the explorer: each takes as long as all else together."""
+    form, lang = draw.choice((*FORMS, "explorer")), draw.choice(LANGUAGES)
+    first, second = draw.choice([(trace, None), (trace, original), (original, trace)])
+    if form == "explorer":
+        page(explore(first, second).to_html(whole_page=True))
+        return
+    told = render(first, form, lang=lang, against=second)
+    if form == "html":
+        page(told, scripts=1)
+        return
+    shown(told)
+    if form == "json":
+        data = json.loads(told, parse_constant=refuse)
+        VALIDATOR.validate(data)
+        ast.parse((data["reproduce"] or {"script": ""})["script"])
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
 
 
 def case(seed: int, sources: list[pathlib.Path], originals: list[Trace], place: pathlib.Path) -> tuple[str, Told]:
@@ -239,7 +294,7 @@ def case(seed: int, sources: list[pathlib.Path], originals: list[Trace], place: 
             if draw.random() < 0.7:
                 way(lines, draw)
             (folder / file.name).write_bytes(b"".join(lines))
-        return way.__name__, use(folder, originals[source], place / "out")
+        return way.__name__, use(folder, originals[source], place / "out", draw)
     finally:
         for file in folder.iterdir():
             file.unlink()

@@ -143,3 +143,8 @@ def test_hostile_lines_neither_raise_nor_hang() -> None:
     ]
     found = explain_log(nasty * 3)
     assert found is None or found.code is None
+
+
+def test_many_lines_that_begin_over_and_over_are_read_within_a_tests_time() -> None:
+    """Searched in the time of their length squared, they would take longer than a test may."""
+    assert explain_log(["RayTaskError" * 1_600 + "\n"] * 2_500) is None

@@ -17,7 +17,8 @@ from traces import Rank, on
 from diagkit.cli import main
 from diagkit.diagnosis import diagnose
 from diagkit.trace import Trace, open_trace, reader
-from diagkit.trace.schema import CALL, ENTER, EXIT, PARAMETER, Header, Row
+from diagkit.trace.compare import compare
+from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, MARK, PARAMETER, Failure, Header, Row
 from diagkit.trace.table import ResidencyTable
 from diagkit.trace.writer import MemorySink, TraceWriter
 
@@ -198,6 +199,16 @@ def test_many_moments_that_change_all_rows_are_read_up_to_a_point(monkeypatch: p
     assert 40 < len(rank.moments) < 110
     assert "it is not read: its changes touch more than 100,000 rows" in " ".join(rank.problems)
     assert diagnose(rank).codes
+
+
+def test_many_failures_of_one_endless_word_are_compared_within_a_tests_time() -> None:
+    """Normalised in the time of their length squared, they would take longer than a test may."""
+    rank = Rank(["a.0.w"])
+    rank.writer.moment(MARK, "start", 0, rank.parameters(on("cpu", True)), key=True)
+    for _ in range(1_500):
+        rank.writer.moment(FAILURE, "failed", 0, [], failure=Failure("RuntimeError", "a" * 4_000, "f"))
+    first, second = (Trace({0: reader.read_rank(rank.sink.lines)}) for _ in range(2))
+    assert len(first[0].failures) == 1_500 and compare(first, second).equal
 
 
 @pytest.mark.parametrize("text", [b"{},", b'"ab",', b"[[]],", b"1.5,", b'{"a":{}},'])

@@ -41,7 +41,6 @@ _LOGGED = re.compile(
     r"^(?:[IWEF]\d{4} |\[?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\b"
     r"|\[?\d{4}-\d\d-\d\d[ T]|\[?\d\d:\d\d:\d\d|diagkit: )"
 )
-_RAY_TASK = re.compile(r"RayTaskError.*?ray::.*?pid=(?P<pid>\d+)")
 _PID = re.compile(r"pid=(\d+)")
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)")
 _ROOT_RANK = re.compile(r"^\s*rank\s*:\s*(?P<rank>\d{1,6})")
@@ -189,10 +188,10 @@ class _Reader:
                 self._frames += 1
             return None
         plain = _STAMP.sub("", text)
-        if task := _RAY_TASK.search(plain):
+        if task := _PID.search(plain.partition("RayTaskError")[2].partition("ray::")[2]):
             # What follows is the remote traceback, without a heading, in the driver's own lines.
             self._begin(stream)
-            self._remote[stream] = task["pid"]
+            self._remote[stream] = task[1]
             return None
         found = _EXCEPTION.match(plain) or (_RAISED.match(plain) if frames else None)
         if found and (frames or self._names_text(found["text"] or "")):

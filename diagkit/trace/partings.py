@@ -32,11 +32,10 @@ from diagkit.trace.schema import (
     device_type,
 )
 
-__all__ = ["Alignment", "Parted", "Walk", "align", "failed"]
+__all__ = ["Alignment", "Parted", "Walk", "align", "failed", "steady"]
 
 OWN = "accelerator"
-#: What two messages of one failure may differ in: paths, devices with their index, addresses and numbers.
-_VARIES = re.compile(r"\S*[/\\]\S*|0x[0-9a-fA-F]+|:?\d[\d.,]*")
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|:?\d[\d.,]*")
 Key = tuple[str, str, str, str, int]
 
 
@@ -261,8 +260,13 @@ def failed(moment: Moment | None, header: Header) -> tuple[str, str, str] | None
     failure = moment.failure if moment else None
     if failure is None:
         return None
-    message = _VARIES.sub("", re.sub(rf"\b{re.escape(header.device)}\b", OWN, failure.message))
-    return failure.type, failure.operation, " ".join(message.split())
+    return failure.type, failure.operation, steady(re.sub(rf"\b{re.escape(header.device)}\b", OWN, failure.message))
+
+
+def steady(message: str) -> str:
+    """What stays the same in a failure's message from run to run: all but paths, indices, addresses and numbers."""
+    words = [_NUMBER.sub("", word) for word in message.split() if "/" not in word and "\\" not in word]
+    return " ".join(filter(None, words))
 
 
 def _meaning(facts: Facts, header: Header, loose: bool, values: bool) -> Facts:

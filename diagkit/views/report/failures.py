@@ -13,11 +13,11 @@ from diagkit.diagnosis import Findings
 from diagkit.diagnosis.signatures import said
 from diagkit.language import tr
 from diagkit.trace import RankTrace, Trace
+from diagkit.trace.partings import steady
 from diagkit.trace.schema import Cause, Failure, Moment
 
 __all__ = ["Fate", "Told", "failures", "fates", "told_rank"]
 
-_VARIES = re.compile(r"\S*/\S*|0x[0-9a-f]+|:?\d+")
 _INDEX = re.compile(r"(?<=\b[a-z]{3}):\d+\b|(?<=\bcuda):\d+\b|, index=\d+|\brank \d+\b")
 
 
@@ -46,7 +46,7 @@ class Told:
 
     def _kind(self) -> tuple[object, ...]:
         # Paths, sizes and devices in a text differ by run; of a known text nothing but its meaning counts.
-        return self.type, said(self.message) or _VARIES.sub("", self.message)
+        return self.type, said(self.message) or steady(self.message)
 
 
 @dataclass(frozen=True, slots=True)
