@@ -36,6 +36,14 @@ def points(detail: str, folder: pathlib.Path) -> list[int]:
 
 
 @pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT interrupts, although a shell's job in the background begins with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
 def handler() -> Iterator[list[Job]]:
     """The job that a handler of SIGUSR1 saves is the last one in this list."""
     jobs: list[Job] = []
@@ -46,7 +54,7 @@ def handler() -> Iterator[list[Job]]:
 
 @pytest.mark.parametrize("detail", SAMPLE)
 def test_an_interrupt_anywhere_in_our_code_leaves_the_process_as_it_was_and_the_trace_whole(
-    detail: str, tmp_path: pathlib.Path
+    detail: str, tmp_path: pathlib.Path, interrupts: None
 ) -> None:
     before = observed()
     wrong: dict[str, list[str]] = {}
