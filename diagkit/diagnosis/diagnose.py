@@ -1,11 +1,12 @@
 """From what single ranks show to findings about a run.
 
-The same hazard with the same cause is told once, and the first to blame comes first.
+The same hazard with the same cause is told once, however often it came back, and the first to blame comes first.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable
 
 from diagkit.diagnosis.across import disagreements, shared_seats
@@ -16,6 +17,8 @@ from diagkit.diagnosis.words import as_of, evidence, idle_optimizers, name_of, r
 from diagkit.language import tr
 from diagkit.trace import RankTrace, Trace
 from diagkit.trace.schema import ENGINE, TENSOR_KINDS, Cause, Failure, Residency
+
+_NUMBERS = re.compile(r"[0-9]+")
 
 
 def diagnose(trace: Trace | RankTrace, failure: Failure | None = None) -> Findings:
@@ -84,14 +87,19 @@ def _troubles(ranks: list[RankTrace]) -> list[str]:
 
 
 def _alike(hits: Iterable[Hit]) -> list[list[Hit]]:
-    """Hits of one hazard by one cause, over ranks, together."""
+    """Hits of one hazard by one cause together, over ranks and over phases whose names differ in numbers alone."""
     groups: dict[tuple[object, ...], list[Hit]] = {}
     for hit in hits:
-        origin = hit.origin
-        phase = 0 if origin is None else origin.phase
-        model = hit.first.model
-        groups.setdefault((hit.rule.code, model, phase, _identity(origin.cause if origin else None)), []).append(hit)
+        phase = hit.rank.phases.get(_began_in(hit))
+        named = _began_in(hit) if phase is None else _NUMBERS.sub("", phase.name) or phase.ordinal
+        cause = _identity(hit.origin.cause if hit.origin else None)
+        groups.setdefault((hit.rule.code, hit.first.model, named, cause), []).append(hit)
     return list(groups.values())
+
+
+def _began_in(hit: Hit) -> int:
+    """The ordinal of the phase in which it came to be so."""
+    return 0 if hit.origin is None else hit.origin.phase
 
 
 def _identity(cause: Cause | None) -> object:
@@ -105,7 +113,7 @@ def _identity(cause: Cause | None) -> object:
 
 
 def _finding(hits: list[Hit], world_size: int, failure: Failure | None) -> Finding:
-    first = min(hits, key=lambda hit: (hit.judged.moment.phase, hit.rank.rank, hit.judged.moment.index))
+    first = min(hits, key=lambda hit: (hit.rank.rank, hit.judged.moment.index))
     # Ranks share their tables: rows are put together as numbers, and named once.
     tables: dict[int, tuple[RankTrace, bytearray]] = {}
     for hit in hits:
@@ -131,7 +139,7 @@ def _finding(hits: list[Hit], world_size: int, failure: Failure | None) -> Findi
         world_size=world_size,
         phase=phase.name if phase else "",
         moment=judged.index,
-        evidence=tuple(evidence(first, exception)),
+        evidence=tuple(evidence(first, exception, times=len(set(map(_began_in, hits))))),
         cause=first.origin.cause if first.origin else None,
         # An engine's flags are no state in which an operation was measured.
         consequences=() if first.first.kind == ENGINE else consequences(first.rank, judged),

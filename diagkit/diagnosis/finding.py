@@ -14,6 +14,9 @@ from diagkit.trace.schema import Cause
 from diagkit.trace.spans import spans_text
 from diagkit.trace.values import middle, printable
 
+#: Findings that a text for people writes out; JSON has them all.
+SHOWN = 50
+
 
 @dataclass(frozen=True, slots=True)
 class Consequence:
@@ -224,11 +227,18 @@ class Findings(list[Finding]):
         else:
             head = f"{trn('{count} finding', '{count} findings', len(self))}{where}: {', '.join(self.codes)}"
         lines = [head]
-        for finding in self:
+        for finding in self[:SHOWN]:
             lines += ["", *finding.lines()]
+        lines += [line for told in self.unshown() for line in ("", told)]
         lines += [f"{tr('note')}: {note}" for note in self.notes]
         lines += self._unread()
         return "\n".join(lines)
+
+    def unshown(self) -> list[str]:
+        """A line that says how many findings a text leaves out; none where it shows them all."""
+        rest = len(self) - SHOWN
+        told = trn("{count} further finding is in JSON only", "{count} further findings are in JSON only", rest)
+        return [told] if rest > 0 else []
 
     def _unread(self) -> list[str]:
         torch = [problem for problem in self.problems if problem not in self.troubles]
@@ -242,7 +252,7 @@ class Findings(list[Finding]):
     def _repr_html_(self) -> str:
         head, *rest = repr(self).splitlines()[:1] or [""]
         parts = [f"<div class='diagkit-findings'><b>{html.escape(head)}</b>", *rest]
-        for n, f in enumerate(self):
+        for n, f in enumerate(self[:SHOWN]):
             where = html.escape("; ".join(middle(pattern, 160) for pattern in f.where[:3])) + (
                 " …" if len(f.where) > 3 else ""
             )
@@ -271,6 +281,7 @@ class Findings(list[Finding]):
             title = html.escape(f"{f.code} {f.title} [{tr(f.severity)}]")
             opened = "" if n else " open"
             parts.append(f"<details{opened}><summary>{title}</summary><table>{body}</table></details>")
+        parts += [f"<p>{html.escape(line)}</p>" for line in self.unshown()]
         parts += [f"<p>{tr('note')}: {html.escape(note)}</p>" for note in self.notes]
         parts += [f"<p>{html.escape(line)}</p>" for line in self._unread()]
         return "".join(parts) + "</div>"

@@ -52,8 +52,8 @@ def residency_text(hit: Hit) -> str:
     return facts.short() if isinstance(facts, Residency) else ""
 
 
-def evidence(hit: Hit, failure: Failure | None) -> Iterator[str]:
-    """What was seen, one sentence each."""
+def evidence(hit: Hit, failure: Failure | None, times: int = 1) -> Iterator[str]:
+    """What was seen, one sentence each; ``times``: in how many phases like this one it began."""
     facts = facts_of(hit)
     noun = _counted(hit)
     if isinstance(facts, Residency):
@@ -73,6 +73,8 @@ def evidence(hit: Hit, failure: Failure | None) -> Iterator[str]:
     if hit.origin is not None and hit.origin.index != 0 and not _first_seen(hit, hit.origin):
         yield tr("since {moment}", moment=moment_text(hit.rank, hit.origin))
     yield _why(hit)
+    if times > 1:
+        yield trn("again in {count} later phase like it", "again in {count} later phases like it", times - 1)
     if failure is not None:
         text = f"{failure.type}: {' '.join(failure.message.split())[:200]}"
         yield tr("the exception: {text}", text=text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from diagkit.diagnosis.finding import named_ranks
+from diagkit.diagnosis.finding import SHOWN, named_ranks
 from diagkit.trace.schema import Cause, Frame, Moment
 from diagkit.views.explorer.model import Exploration, Shown
 from diagkit.views.html import chip, framed, grid
@@ -94,9 +94,10 @@ def _frame(frame: Frame, culprit: bool) -> str:
 
 
 def finding_title(exploration: Exploration, run: int, number: int) -> str:
-    """``"DK101 pinned split-brain, all 2 ranks"``."""
+    """``"DK101 Pinned split, phase save, all 2 ranks"``: what tells two findings of one code apart."""
     finding = exploration.findings(run)[number]
-    return clean(f"{finding.code} {finding.title}, {named_ranks(finding.ranks, finding.world_size)}")
+    phase = f"phase {finding.phase}, " if finding.phase else ""
+    return clean(f"{finding.code} {finding.title}, {phase}{named_ranks(finding.ranks, finding.world_size)}")
 
 
 def findings_table(exploration: Exploration, run: int) -> str:
@@ -109,10 +110,10 @@ def findings_table(exploration: Exploration, run: int) -> str:
             escape(clean(cause_text(finding.cause))) if finding.cause else "",
             escape(clean(finding.remedy)),
         ]
-        for i, finding in enumerate(exploration.findings(run))
+        for i, finding in enumerate(exploration.findings(run)[:SHOWN])
     ]
     if not rows:
         return framed(f"<p>{escape(clean(exploration.names[run]))}: no residency hazard found.</p>")
-    return framed(
-        grid(f"Findings of {exploration.names[run]}", ("finding", "severity", "where", "cause", "remedy"), rows)
-    )
+    rest = "".join(f"<p>{escape(line)}</p>" for line in exploration.findings(run).unshown())
+    heads = ("finding", "severity", "where", "cause", "remedy")
+    return framed(grid(f"Findings of {exploration.names[run]}", heads, rows) + rest)

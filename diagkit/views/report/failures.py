@@ -7,6 +7,7 @@ are one line; a rank that left without a word is told as such, for its silence m
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from diagkit.diagnosis import Findings
@@ -16,7 +17,7 @@ from diagkit.trace import RankTrace, Trace
 from diagkit.trace.partings import steady
 from diagkit.trace.schema import Cause, Failure, Moment
 
-__all__ = ["Fate", "Told", "failures", "fates", "told_rank"]
+__all__ = ["Fate", "Told", "among", "failures", "fates", "told_rank"]
 
 _INDEX = re.compile(r"(?<=\b[a-z]{3}):\d+\b|(?<=\bcuda):\d+\b|, index=\d+|\brank \d+\b")
 
@@ -38,15 +39,24 @@ class Told:
     def failure(self) -> Failure:
         return Failure(self.type, self.message, self.operation)
 
-    def like(self, other: Told) -> bool:
-        """Whether it is the failure of another run once more: another error in the same phase is another failure."""
-        if self.phase and other.phase and self.phase != other.phase:
-            return False  # a run without phases cannot say where
-        return self._kind() == other._kind()
-
-    def _kind(self) -> tuple[object, ...]:
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What it has in common with the same failure of another run."""
         # Paths, sizes and devices in a text differ by run; of a known text nothing but its meaning counts.
         return self.type, said(self.message) or steady(self.message)
+
+
+def among(others: Iterable[Told]) -> Callable[[Told], bool]:
+    """Tells whether a failure is one of these, met in another run: another error in the same phase is none of them."""
+    phases: dict[tuple[object, ...], set[str]] = {}
+    for other in others:
+        phases.setdefault(other.kind, set()).add(other.phase)
+
+    def met(told: Told) -> bool:
+        known = phases.get(told.kind, set())
+        return bool(known) and (not told.phase or not known.isdisjoint({told.phase, ""}))  # "": it cannot say where
+
+    return met
 
 
 @dataclass(frozen=True, slots=True)

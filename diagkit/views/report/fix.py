@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from diagkit.diagnosis import Finding, Findings
 from diagkit.language import msg, tr, trn
 from diagkit.trace import Trace
-from diagkit.views.report.failures import Told, failures
+from diagkit.views.report.failures import Told, among, failures
 
 __all__ = ["Check", "Fix", "check_fix"]
 
@@ -81,9 +81,9 @@ def check_fix(before: Trace, found: Findings, after: Trace, left: Findings) -> F
     trouble, beside = _hazards(found, left, ended)
     was, now = failures(before), failures(after)
     for told in was[:1]:
-        again = any(told.like(other) for other in now)
-        trouble.append(_raises(told, THERE if again else _outcome(told.phase, ended)))
-    failing = [_raises(told, NEW) for told in now if not any(told.like(other) for other in was)]
+        trouble.append(_raises(told, THERE if among(now)(told) else _outcome(told.phase, ended)))
+    known_before = among(was)
+    failing = list(dict.fromkeys(_raises(told, NEW) for told in now if not known_before(told)))
     known = {finding.code for finding in found}
     new = [_hazard(finding, NEW) for finding in left if finding.code not in known]
     outcomes = {check.outcome for check in trouble}

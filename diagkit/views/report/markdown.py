@@ -12,7 +12,7 @@ from html import escape
 
 from diagkit import __version__
 from diagkit.diagnosis import Finding
-from diagkit.diagnosis.finding import ranks_text
+from diagkit.diagnosis.finding import SHOWN, ranks_text
 from diagkit.diagnosis.rule import MEANINGS
 from diagkit.language import tr, trn
 from diagkit.trace.schema import Cause
@@ -153,9 +153,12 @@ def _findings(report: Report) -> Iterator[str]:
     else:
         blind = report.findings.blind
         yield text(tr("Nothing could be looked at: {why}.", why=blind) if blind else tr("No residency hazard found."))
-    for number, finding in enumerate(report.findings):
+    for number, finding in enumerate(report.findings[:SHOWN]):
         yield from ([""] if number else [])
         yield from _finding(report, finding)
+    for line in report.findings.unshown():
+        yield ""
+        yield text(line)
     for note in report.findings.notes:
         yield ""
         yield f"{tr('note')}: {text(note)}"

@@ -18,7 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from diagkit import __version__
-from diagkit.diagnosis.finding import prose_html, ranks_text
+from diagkit.diagnosis.finding import SHOWN, prose_html, ranks_text
 from diagkit.diagnosis.rule import MEANINGS
 from diagkit.errors import MissingDependency, UsageError
 from diagkit.language import tr, trn
@@ -75,6 +75,7 @@ def page(report: Report) -> str:
             version=__version__,
             LIMIT=LIMIT,
             LINES=LINES,
+            SHOWN=SHOWN,
         )
     )
 
