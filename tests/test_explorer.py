@@ -109,6 +109,7 @@ def test_a_filter_is_a_text_or_a_pattern() -> None:
     assert names == {f"model.layers.{i}.self_attn.q_proj.weight" for i in (0, 1)}
     assert explorer.choose(pattern="nothing of the kind").lines == ()
     assert "No tensor has this in its name." in state_pane(explorer.shown)
+    assert "nothing to show: found 0 tensors" in explorer.to_html() and "DK101" in explorer.to_html()
 
 
 def test_a_phase_narrows_the_moments_and_a_moment_outside_becomes_the_nearest() -> None:
@@ -165,8 +166,11 @@ def test_a_cut_off_rank_and_an_empty_trace_can_be_looked_at() -> None:
     assert shown.heads == ("Run A · rank 1, 2 init: Module.to",)
     trace.ranks[0].moments = []
     trace.ranks[1].moments = []
-    shown = dk.explore(trace).shown
-    assert shown.moments == (None,) and "This run never got to this moment" in cause_pane(shown.moments[0])
+    explorer = dk.explore(trace)
+    assert explorer.shown.moments == (None,)
+    assert "This run never got to this moment" in cause_pane(explorer.shown.moments[0])
+    assert "nothing to show: found 22 tensors, 0 moments" in explorer.to_html()
+    assert "no residency hazard found" in dk.explore(trace, trace).to_html()
 
 
 def test_a_stack_is_shown_with_its_culprit() -> None:

@@ -97,7 +97,11 @@ class Explorer:
         return self._widget
 
     def to_svg(self) -> str:
-        """The chosen tensor's lifeline, or the map of the chosen phase, as one SVG element."""
+        """The chosen tensor's lifeline, or the map of the chosen phase, as one SVG element.
+
+        Raises:
+            UsageError: the trace, or what the filter leaves of it, has no tensor or no moment.
+        """
         return picture(self.exploration, self.choice)
 
     def to_html(self, whole_page: bool = False) -> str:
@@ -109,7 +113,7 @@ class Explorer:
         """Write the view to a file: ``.svg`` for the picture, ``.html`` for the page. Returns its path.
 
         Raises:
-            UsageError: another ending, or a place that cannot be written.
+            UsageError: another ending, a place that cannot be written, or nothing to draw in an SVG.
         """
         file = Path(path)
         if file.suffix not in (".svg", ".html"):

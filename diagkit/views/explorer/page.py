@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 
 from diagkit.errors import DiagkitError, UsageError
@@ -44,7 +45,7 @@ def picture(exploration: Exploration, choice: Choice) -> str:
 
 def overview(exploration: Exploration, choice: Choice) -> str:
     """An HTML fragment: the map, the findings, the chosen moment, and a lifeline for every way of life."""
-    parts = [_section("Where everything was", _map(exploration, choice).to_html())]
+    parts = [_section("Where everything was", _drawn(lambda: _map(exploration, choice)))]
     parts += [_section("What is wrong", findings_table(exploration, run)) for run in range(len(exploration.traces))]
     shown = exploration.shown(choice)
     parts.append(_section("The chosen moment", state_pane(shown) + cause_pane(shown.moments[0])))
@@ -58,7 +59,7 @@ def overview(exploration: Exploration, choice: Choice) -> str:
         )
     trace = exploration.traces[choice.run]
     if trace.world_size > 1:
-        parts.append(_section("Ranks", rank_grid(trace).to_html()))
+        parts.append(_section("Ranks", _drawn(lambda: rank_grid(trace))))
     return f'<div class="dkx"><style>{STYLE}</style>{"".join(parts)}</div>'
 
 
@@ -75,6 +76,14 @@ def _map(exploration: Exploration, choice: Choice) -> ViewFigure:
         return before_after(first, second, names=names, rank=choice.rank, phase=phase, only=only)
     except DiagkitError:  # the other run has no such phase, rank or tensor
         return residency_map(trace, rank=choice.rank, phase=phase, only=only)
+
+
+def _drawn(figure: Callable[[], ViewFigure]) -> str:
+    """The figure's HTML, or the reason why there is none: what else there is must be seen all the same."""
+    try:
+        return figure().to_html()
+    except UsageError as error:
+        return f"<p>{escape(str(error))}</p>"
 
 
 def _lives(line: Line) -> bool:
