@@ -160,6 +160,19 @@ def test_a_split_that_its_phase_mends_is_told_as_a_move(healed: bool, kind: str)
     assert first.kind == kind
 
 
+def test_a_hazard_that_went_away_before_the_end_is_the_heading_where_nothing_failed() -> None:
+    def step(trace: Rank) -> None:
+        apart = trace.parameters(on(trace.device, True, "cpu"))
+        trace.writer.moment(ENTER, "eval: enter", 2, [], begins={"name": "eval"})
+        trace.writer.moment(CALL, "Module.to", 2, apart, cause=cause("eval"))
+        trace.writer.moment(EXIT, "eval: exit", 2, [])
+        trace.writer.moment(ENTER, "train: enter", 3, trace.parameters(on("cpu", True)), begins={"name": "train"})
+        trace.writer.moment(EXIT, "train: exit", 3, [])
+
+    report = compose(Trace({0: story(step)}))
+    assert report.title.startswith("DK101, gone by the end: Pinned split") and not report.good
+
+
 def test_what_only_costs_memory_or_time_does_not_alarm() -> None:
     def unpinned(trace: Rank) -> None:
         slow = trace.writer.fact_id(on("cpu", False, flat_device="cpu", flat_pinned=False))

@@ -23,7 +23,8 @@ _FIRST_SENTENCE = re.compile(r".*?[^.\d](?:\. |。|\.$|$)", re.DOTALL)
 
 
 def title(findings: Findings, failed: list[Told], ends: list[Fate]) -> str:
-    """The report's heading: the hazard to blame, else the failure, else the lost ranks, else that all is well."""
+    """The report's heading: the hazard to blame, else the failure, else the lost ranks, else a hazard that went away,
+    else that all is well."""
     first = _first(findings)
     if first is not None and (first.lasting or first.failure):
         return f"{first.code}: {first.title}"
@@ -33,6 +34,8 @@ def title(findings: Findings, failed: list[Told], ends: list[Fate]) -> str:
         return tr("Nothing could be looked at")
     if lost := sum(len(end.ranks) for end in ends if not end.well):
         return trn("{count} rank did not end as it should", "{count} ranks did not end as they should", lost)
+    if first is not None:
+        return tr("{code}, gone by the end: {title}", code=first.code, title=first.title)
     return tr("No residency hazard found")
 
 
