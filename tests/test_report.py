@@ -106,6 +106,19 @@ def test_ranks_that_failed_alike_but_for_the_index_of_their_device_are_one_failu
     assert told.ranks == (0, 1, 2)
 
 
+@pytest.mark.parametrize("name", ["save", "save {}"])
+def test_what_fails_in_step_after_step_is_one_failure(name: str) -> None:
+    ranks = {
+        0: story(*(fails(n, name.format(n), "RuntimeError") for n in range(2, 7)), ranks=2),
+        1: story(*(fails(n, name.format(n), "RuntimeError") for n in range(2, 4)), rank=1, ranks=2),
+    }
+    trace = Trace(ranks)
+    (told,) = compose(trace).failures
+    assert (told.phase, told.ranks, told.times) == (name.format(2), (0, 1), 5)
+    assert json.loads(render(trace, "json"))["failures"][0]["times"] == 5
+    assert "`Module.state_dict` ×5" in render(trace, "md") and "</code> ×5" in render(trace, "html")
+
+
 def test_a_rank_that_left_without_a_word_and_one_that_left_no_trace_are_told() -> None:
     trace = Rank(decoder_names(1), 1, 3)
     trace.writer.moment(ENTER, "save: enter", 1, trace.parameters(on("cpu", True)), key=True, begins={"name": "save"})
@@ -125,13 +138,14 @@ def test_a_rank_that_left_without_a_word_and_one_that_left_no_trace_are_told() -
 
 
 def test_a_hundred_equal_steps_are_one_line_of_the_timeline() -> None:
-    steps = [phase(n, "train") for n in range(2, 102)]
-    report = compose(Trace({0: story(*steps, fails(102, "save", "RuntimeError"))}))
-    assert [(c.name, c.times, c.outcome) for c in report.chapters] == [
-        ("init", 1, "ok"),
-        ("train", 100, "ok"),
-        ("save", 1, "failed"),
-    ]
+    for name in ("train", "step {}"):
+        steps = [phase(n, name.format(n)) for n in range(2, 102)]
+        report = compose(Trace({0: story(*steps, fails(102, "save", "RuntimeError"))}))
+        assert [(c.name, c.times, c.outcome) for c in report.chapters] == [
+            ("init", 1, "ok"),
+            (name.format(2), 100, "ok"),
+            ("save", 1, "failed"),
+        ]
 
 
 def test_a_run_without_phases_has_a_timeline_of_its_calls() -> None:

@@ -27,12 +27,12 @@ def test_it_tells_what_moved_when_and_by_whose_line() -> None:
     assert "failed" not in str(engine_trace(guarded=True))
 
 
-def _moving(rounds: int, lines: int = 1) -> Trace:
-    """A phase `train` again and again, in which a parameter travels to the device and back."""
+def _moving(rounds: int, lines: int = 1, name: str = "train") -> Trace:
+    """A phase again and again (`{}` in its name is its number), in which a parameter travels to the device and back."""
     rank = Rank(["w"], buffers=())
     write = rank.writer.moment
     for n in range(1, rounds + 1):
-        write(ENTER, "train: enter", n, rank.parameters(on("cpu")), key=n == 1, begins={"name": "train"})
+        write(ENTER, "train: enter", n, rank.parameters(on("cpu")), key=n == 1, begins={"name": name.format(n)})
         for line in range(lines):
             for device in ("npu:0", "cpu"):
                 write(CALL, "Module._apply", n, rank.parameters(on(device)), cause=cause("Module.to", line=line))
@@ -45,6 +45,13 @@ def test_what_repeats_is_told_once_with_its_count() -> None:
     assert head.startswith("<Trace") and told == [
         "  train: parameter w cpu/cpu -> npu:0/npu:0 by engine.py:0 save_checkpoint: Module.to, 50 times",
         "  train: parameter w npu:0/npu:0 -> cpu/cpu by engine.py:0 save_checkpoint: Module.to, 50 times",
+    ]
+
+
+def test_numbered_steps_are_one_loop() -> None:
+    assert str(_moving(50, name="step {}")).splitlines()[1:] == [
+        "  step 1: parameter w cpu/cpu -> npu:0/npu:0 by engine.py:0 save_checkpoint: Module.to, 50 times",
+        "  step 1: parameter w npu:0/npu:0 -> cpu/cpu by engine.py:0 save_checkpoint: Module.to, 50 times",
     ]
 
 

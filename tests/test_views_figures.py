@@ -17,7 +17,7 @@ from traces import SPLIT_MESSAGE, Rank, cause, decoder_names, engine_trace, on, 
 from diagkit.errors import UsageError
 from diagkit.trace.merged import Trace
 from diagkit.trace.reader import RankTrace
-from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, Failure
+from diagkit.trace.schema import CALL, ENTER, EXIT, FAILURE, MARK, Failure
 from diagkit.views import ViewFigure, before_after, outcome_matrix, residency_map
 from diagkit.views.palette import BAD, INK
 from diagkit.views.story import tell
@@ -293,6 +293,24 @@ SHAPES: dict[str, Callable[[], ViewFigure]] = {
     "60 rows": lambda: residency_map(engine_trace(decoder_names(28)), expand=True, rows=60),
     "28 layers": lambda: both(decoder_names(28)),
 }
+
+
+@pytest.mark.parametrize("name", ["save", "save {}"])
+def test_of_a_cycle_of_many_steps_the_first_is_shown_and_the_end(name: str) -> None:
+    """A row of nothing but splits would hide that the model was healthy before, between and after them."""
+    rank = Rank(["a.0.w"], buffers=())
+    write = rank.writer.moment
+    write(MARK, "start", 0, rank.parameters(on("cpu", True)), key=True)
+    for n in range(1, 30):
+        at = name.format(n)
+        write(ENTER, f"{at}: enter", n, [], begins={"name": at})
+        write(CALL, "Module.to", n, rank.parameters(on("npu:0", True, "cpu")), cause=cause("Module.to"))
+        write(CALL, "Module.to", n, rank.parameters(on("cpu", True)), cause=cause("Module.to", line=42))
+        write(EXIT, f"{at}: exit", n, [])
+    told = tell(rank.read(), moments=6)
+    splits = [column.splits for column in told.columns]
+    assert [column.moment.index for column in told.columns][:4] == [0, 2, 3, 4]
+    assert sum(splits) == 1 and told.columns[-1].moment.index == told.every[-1].moment.index
 
 
 @pytest.mark.parametrize("shape", SHAPES)

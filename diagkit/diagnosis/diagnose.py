@@ -6,7 +6,6 @@ The same hazard with the same cause is told once, however often it came back, an
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable
 
 from diagkit.diagnosis.across import disagreements, shared_seats
@@ -17,8 +16,7 @@ from diagkit.diagnosis.words import as_of, evidence, idle_optimizers, name_of, r
 from diagkit.language import tr
 from diagkit.trace import RankTrace, Trace
 from diagkit.trace.schema import ENGINE, TENSOR_KINDS, Cause, Failure, Residency
-
-_NUMBERS = re.compile(r"[0-9]+")
+from diagkit.trace.values import series
 
 
 def diagnose(trace: Trace | RankTrace, failure: Failure | None = None) -> Findings:
@@ -91,7 +89,7 @@ def _alike(hits: Iterable[Hit]) -> list[list[Hit]]:
     groups: dict[tuple[object, ...], list[Hit]] = {}
     for hit in hits:
         phase = hit.rank.phases.get(_began_in(hit))
-        named = _began_in(hit) if phase is None else _NUMBERS.sub("", phase.name) or phase.ordinal
+        named = _began_in(hit) if phase is None else series(phase.name) or phase.ordinal
         cause = _identity(hit.origin.cause if hit.origin else None)
         groups.setdefault((hit.rule.code, hit.first.model, named, cause), []).append(hit)
     return list(groups.values())

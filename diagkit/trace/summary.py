@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from diagkit.trace.patterns import compress
 from diagkit.trace.rank import RankTrace
 from diagkit.trace.schema import TENSOR_KINDS, Moment, Residency
-from diagkit.trace.values import clip, printable
+from diagkit.trace.values import clip, printable, series
 
 #: Lines told, and characters of one.
 LINES, WIDTH = 12, 200
@@ -16,23 +16,21 @@ LINES, WIDTH = 12, 200
 def summary(rank: RankTrace, lines: int = LINES) -> list[str]:
     """What happened on one rank, in order; what happens again and again is told once, with its count."""
     told: dict[tuple[int, str], int] = {}
+    first: dict[str, int] = {}  # of phases that are steps of one loop: the hundredth is told with the first
+    for ordinal, phase in rank.phases.items():
+        first.setdefault(series(phase.name), ordinal)
     for moment, text in sorted(_events(rank), key=lambda event: event[0].index):
-        key = (_first_of_its_name(rank, moment.phase), text)
+        name = rank.phases[moment.phase].name if moment.phase in rank.phases else ""
+        key = (first.get(series(name), 0), text)
         told[key] = told.get(key, 0) + 1
     found = []
     for (ordinal, text), times in told.items():
-        phase = rank.phases[ordinal].name if ordinal in rank.phases else ""
+        where = rank.phases[ordinal].name if ordinal in rank.phases else ""
         again = f", {times} times" if times > 1 else ""
-        found.append(printable(clip(f"{phase or 'outside any phase'}: {text}", WIDTH - len(again)) + again))
+        found.append(printable(clip(f"{where or 'outside any phase'}: {text}", WIDTH - len(again)) + again))
     if len(found) > lines:
         return [*found[: lines - 1], f"and {len(found) - lines + 1} more: trace.frame() has them all"]
     return found or ["nothing moved"]
-
-
-def _first_of_its_name(rank: RankTrace, ordinal: int) -> int:
-    """The hundredth training step is told with the first."""
-    name = rank.phases[ordinal].name if ordinal in rank.phases else ""
-    return next((n for n, phase in rank.phases.items() if phase.name == name), 0)
 
 
 def _events(rank: RankTrace) -> Iterator[tuple[Moment, str]]:

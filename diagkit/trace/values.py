@@ -11,6 +11,7 @@ from typing import Any
 from diagkit.trace.schema import Cause, Failure, Frame
 from diagkit.trace.shapes import Shape, ShapeRuns
 
+_NUMBER = re.compile(r"[0-9]+")
 # No harm in a file, but in a terminal, a page or an encoder: control characters, those that turn the direction of what
 # follows or end a line, and halves of surrogate pairs.
 _SUSPECT = re.compile(rb"\\u(?:00|061c|20[026]|feff|d[89a-f])", re.IGNORECASE)
@@ -134,6 +135,15 @@ def shallow(value: Any, depth: int = 6) -> Any:
 
 def clip(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def series(text: str) -> str:
+    """What the steps of a loop have in common: a text without its numbers.
+
+    >>> series("step 12: enter")
+    'step : enter'
+    """
+    return _NUMBER.sub("", text)
 
 
 def middle(text: str, limit: int) -> str:

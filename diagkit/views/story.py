@@ -15,6 +15,7 @@ from diagkit.errors import UsageError
 from diagkit.language import tr
 from diagkit.trace.reader import RankTrace
 from diagkit.trace.schema import ABSENT, CALL, ENTER, EXIT, FAILURE, MARK, TENSOR_KINDS, Facts, Moment, Phase, Residency
+from diagkit.trace.values import series
 
 __all__ = ["Cell", "Column", "Story", "Tensor", "cell_of", "choose", "named", "tell"]
 
@@ -184,10 +185,27 @@ def choose(columns: Sequence[Column], moments: int | Sequence[int], rank: RankTr
         return sorted({position[m] for m in moments})
     if moments < 1:
         raise UsageError("a figure needs at least one moment", found=moments)
-    weights = [_weight(columns, i) for i in range(len(columns))]
+    weights = _weights(columns)
     # Equal weights: the later one tells more of how it ended, save for the first failure, which weighs more anyway.
     best = sorted((i for i in range(len(columns)) if weights[i] > 0), key=lambda i: (-weights[i], -i))[:moments]
     return sorted(best) or [len(columns) - 1]
+
+
+def _weights(columns: Sequence[Column]) -> list[int]:
+    """How much each moment matters. Of a cycle of many steps the first is told, beside that in which it first failed
+    and the end: its most telling moments again and again would tell no more, and hide what lies between them.
+    """
+    failed = next((column.phase for column in columns if column.failed), None)
+    told: set[tuple[object, ...]] = set()
+    weights = []
+    for i, column in enumerate(columns):
+        moment, weight = column.moment, _weight(columns, i)
+        what = (moment.kind, series(moment.label), series(column.phase.name))
+        event = (*what, column.splits, column.present, column.changed)
+        again = event in told and column.phase is not failed and i < len(columns) - 1
+        weights.append(min(1, weight) if again else weight)
+        told.add(event)
+    return weights
 
 
 def _weight(columns: Sequence[Column], i: int) -> int:

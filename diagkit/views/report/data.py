@@ -69,6 +69,7 @@ def _failure(one: Told) -> dict[str, Any]:
         "phase": one.phase,
         "ranks": list(one.ranks),
         "seconds": round(one.seconds, 6),
+        "times": one.times,
         "cause": _cause(one.cause),
     }
 

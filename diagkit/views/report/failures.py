@@ -1,12 +1,14 @@
 """Which exception came first, which came after it, and how each rank's story ended.
 
-The rules: the first failure is told, never the last, since what comes later may merely follow; ranks that failed alike
-are one line; a rank that left without a word is told as such, for its silence may be the cause of the others' noise.
+The rules: the first failure is told, never the last, since what comes later may merely follow; ranks and phases that
+failed alike are one line; a rank that left without a word is told as such, for its silence may be the cause of the
+others' noise.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ from diagkit.language import tr
 from diagkit.trace import RankTrace, Trace
 from diagkit.trace.partings import steady
 from diagkit.trace.schema import Cause, Failure, Moment
+from diagkit.trace.values import series
 
 __all__ = ["Fate", "Told", "among", "failures", "fates", "told_rank"]
 
@@ -24,7 +27,10 @@ _INDEX = re.compile(r"(?<=\b[a-z]{3}):\d+\b|(?<=\bcuda):\d+\b|, index=\d+|\brank
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One failure, over all ranks that met it. ``seconds``: since its rank's trace began."""
+    """One failure, over all ranks that met it and all phases of one loop.
+
+    ``seconds``: since its rank's trace began, the first time; ``times``: so often on one rank.
+    """
 
     type: str
     message: str
@@ -34,6 +40,7 @@ class Told:
     seconds: float
     cause: Cause | None
     moment: int  # its index on the lowest of the ranks
+    times: int = 1
 
     @property
     def failure(self) -> Failure:
@@ -93,7 +100,7 @@ def _kind(rank: RankTrace, moment: Moment) -> tuple[object, ...]:
         raise ValueError("a moment without a failure")
     # Ranks differ in the index of their device and in nothing else.
     message = _INDEX.sub("", failure.message)
-    return rank.phases[moment.phase].name, moment.phase, failure.type, failure.operation, message
+    return series(rank.phases[moment.phase].name), failure.type, failure.operation, message
 
 
 def _told(members: list[tuple[RankTrace, Moment]]) -> Told:
@@ -110,6 +117,7 @@ def _told(members: list[tuple[RankTrace, Moment]]) -> Told:
         moment.clock - rank.moments[0].clock,
         moment.cause,
         moment.index,
+        max(Counter(one.rank for one, _ in members).values()),
     )
 
 

@@ -121,7 +121,7 @@ def _first(report: Report) -> Iterator[str]:
     yield f"## {tr('The first failure')}"
     yield from _block(f"{first.type}: {first.message}")
     phase = f", {tr('phase {name}', name='')}{code(first.phase)}" if first.phase else ""
-    yield f"{text(on_ranks(first.ranks, report.trace.world_size))}{phase}, {code(first.operation)}"
+    yield f"{text(on_ranks(first.ranks, report.trace.world_size))}{phase}, {code(first.operation)}{_times(first)}"
     if first.cause is not None:
         yield ""
         yield from _cause(first.cause)
@@ -132,7 +132,11 @@ def _first(report: Report) -> Iterator[str]:
 
 
 def _later(one: Told, world_size: int) -> str:
-    return f"- {code(clip(f'{one.type}: {one.message}', 200))} {text(on_ranks(one.ranks, world_size))}"
+    return f"- {code(clip(f'{one.type}: {one.message}', 200))} {text(on_ranks(one.ranks, world_size))}{_times(one)}"
+
+
+def _times(one: Told) -> str:
+    return f" ×{one.times}" if one.times > 1 else ""
 
 
 def _cause(cause: Cause) -> Iterator[str]:

@@ -14,6 +14,7 @@ from diagkit.trace import RankTrace
 from diagkit.trace.nouns import counted
 from diagkit.trace.patterns import compress
 from diagkit.trace.schema import CALL, TENSOR_KINDS, Cause, Moment, Phase, Residency, Row
+from diagkit.trace.values import series
 
 __all__ = ["Chapter", "Event", "timeline"]
 
@@ -56,8 +57,8 @@ class Chapter:
     def alike(self) -> tuple[object, ...]:
         """What two chapters share that are told as one."""
         return (
-            self.name,
-            self.label,
+            series(self.name),
+            series(self.label),
             self.outcome,
             tuple((event.kind, event.what, event.times) for event in self.events),
         )
