@@ -82,7 +82,7 @@ def test_many_failures_beside_many_others_are_told_within_a_tests_time() -> None
     """Each compared with each, they would take longer than a test may."""
     first, second = (Trace({0: failing(20_000, word)}) for word in ("before", "after"))
     told = render(first, "md", against=second)
-    assert "it fails in another way" in told or "did not hold" in told
+    assert "it fails in another way" in told
     assert len(told) < 20_000
 
 

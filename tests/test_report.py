@@ -288,6 +288,13 @@ def test_a_second_run_that_fails_is_no_fix(step: Callable[[Rank], None], verdict
     assert (verdict == "fails") == any(check.outcome == "new" for check in fix.checks)
 
 
+def test_the_failure_of_one_step_is_that_of_any_other_step() -> None:
+    steps = [fails(n, f"save {n}", "RuntimeError", SPLIT_MESSAGE) for n in range(2, 9)]
+    for before, after in ((steps, steps[5:]), (steps[5:], steps)):
+        fix = compose(Trace({0: story(*before)}), Trace({0: story(*after)})).fix
+        assert fix is not None and fix.verdict == "not held"
+
+
 def test_what_was_beside_the_trouble_and_stays_does_not_undo_the_fix() -> None:
     def unpinned(trace: Rank) -> None:
         slow = trace.writer.fact_id(on("cpu", False, flat_device="cpu", flat_pinned=False))

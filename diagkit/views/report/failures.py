@@ -57,11 +57,11 @@ def among(others: Iterable[Told]) -> Callable[[Told], bool]:
     """Tells whether a failure is one of these, met in another run: another error in the same phase is none of them."""
     phases: dict[tuple[object, ...], set[str]] = {}
     for other in others:
-        phases.setdefault(other.kind, set()).add(other.phase)
+        phases.setdefault(other.kind, set()).add(series(other.phase))
 
     def met(told: Told) -> bool:
-        known = phases.get(told.kind, set())
-        return bool(known) and (not told.phase or not known.isdisjoint({told.phase, ""}))  # "": it cannot say where
+        known, phase = phases.get(told.kind, set()), series(told.phase)
+        return bool(known) and (not phase or not known.isdisjoint({phase, ""}))  # "": it cannot say where
 
     return met
 
